@@ -1,0 +1,27 @@
+# uv from PATH, or bootstrapped from PyPI into .uv/
+UV := $(or $(shell command -v uv 2>/dev/null),$(CURDIR)/.uv/bin/uv)
+RUN := $(UV) run --frozen --all-extras
+
+.PHONY: demo test lint bench guarantees
+
+demo: $(UV)  ## the shop under kill -9; options in ARGS, e.g. ARGS="--orders 1000 --seed 7"
+	$(RUN) python -m examples.worker.demo $(ARGS)
+
+test: $(UV)  ## all tests, on servers that they start themselves
+	$(RUN) pytest $(ARGS)
+
+lint: $(UV)  ## style, types, layers
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(RUN) lint-imports
+
+bench: $(UV)  ## figures beside their floors
+	$(RUN) python -m bench $(ARGS)
+
+guarantees: $(UV)  ## docs/reference/guarantees.md from the suite's docstrings
+	$(RUN) python -m pgref.conformance.table > docs/reference/guarantees.md
+
+$(CURDIR)/.uv/bin/uv:
+	python3 -m venv .uv
+	.uv/bin/pip install --quiet uv

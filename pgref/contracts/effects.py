@@ -1,0 +1,294 @@
+"""The side-effect gate: who may run an effect, and what is known about it (G1-G28)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Protocol
+from uuid import UUID
+
+from pgref.errors import InvalidArgument
+from pgref.keys import valid_key, valid_text
+
+__all__ = [
+    "Action",
+    "Contended",
+    "Done",
+    "EffectRecord",
+    "EffectStore",
+    "Evidence",
+    "Granted",
+    "HistoryEntry",
+    "InFlight",
+    "Lease",
+    "Outcome",
+    "ReconcileClaim",
+    "Renewal",
+    "Resolution",
+    "RetrySafety",
+    "Ruling",
+    "State",
+    "Uncertain",
+]
+
+
+class RetrySafety(StrEnum):
+    """Whether an effect that was found *not applied* may run again without a person's word."""
+
+    SAFE = "safe"
+    UNSAFE = "unsafe"
+
+
+class State(StrEnum):
+    """The state of a key."""
+
+    FREE = "free"
+    """May be granted. Entered at first sight, by `abandon` and by the ruling *not applied*; left by `acquire`."""
+    IN_FLIGHT = "in_flight"
+    """An attempt runs. Entered by `acquire`; left by `complete`, `abandon`, `mark_uncertain` and expiry."""
+    UNCERTAIN = "uncertain"
+    """It may have happened. Entered by `mark_uncertain` and expiry; left by `resolve_uncertain` and G16."""
+    DONE = "done"
+    """It happened and its result is kept. Entered by `complete` and the ruling *applied*; left only by retention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One intended side effect.
+
+    ``key`` names it and ``resource`` names what two holders must not write at once (1 to 512 bytes each).
+    ``fingerprint`` identifies the input (None skips the check, G9). ``payload`` is opaque text that the store
+    keeps, so that the effect can be dispatched again. Raises `InvalidArgument`.
+    """
+
+    key: str
+    resource: str
+    fingerprint: str | None = None
+    retry_safety: RetrySafety = RetrySafety.UNSAFE
+    payload: str | None = None
+
+    def __post_init__(self) -> None:
+        valid_key(self.key, "key")
+        valid_key(self.resource, "resource")
+        if self.fingerprint is not None:
+            valid_key(self.fingerprint, "fingerprint")
+        if self.payload is not None:
+            valid_text(self.payload, "payload")
+        if not isinstance(self.retry_safety, RetrySafety):
+            raise InvalidArgument("retry_safety must be a RetrySafety")
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a grant hands out. ``expires_at`` is on the store's clock."""
+
+    resource: str
+    fence: int
+    holder: UUID
+    expires_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Run it. ``attempt`` counts the grants of this key over its life (G22)."""
+
+    lease: Lease
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It happened before; ``result`` is the one that was recorded first."""
+
+    result: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Uncertain:
+    """It may have happened: reconcile before anything else."""
+
+    reason: str
+    since: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Another attempt of this key runs; its lease can end in ``retry_after_seconds`` of the store's time."""
+
+    retry_after_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Contended:
+    """Another key holds the resource; its lease can end in ``retry_after_seconds`` of the store's time."""
+
+    retry_after_seconds: float
+
+
+Outcome = Granted | Done | Uncertain | InFlight | Contended
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """A verdict for an uncertain key: it was applied (with ``result``), or not. ``by`` and ``why`` go to the history.
+
+    ``force_retryable`` frees an UNSAFE key on somebody's own word that nothing can still arrive.
+    """
+
+    applied: bool
+    result: str | None = None
+    by: str = ""
+    why: str = ""
+    force_retryable: bool = False
+
+    def __post_init__(self) -> None:
+        valid_text(self.by, "by")
+        valid_text(self.why, "why")
+        if self.applied and self.force_retryable:
+            raise InvalidArgument("force_retryable contradicts applied")
+        if self.result is not None and not self.applied:
+            raise InvalidArgument("result contradicts not applied")
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """The verdict that stands for a key: the first one given."""
+
+    applied: bool
+    result: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReconcileClaim:
+    """The right to look into an uncertain key until ``expires_at``. ``fence`` is the one to seal a sink with (G27)."""
+
+    key: str
+    resource: str
+    fence: int
+    holder: UUID
+    expires_at: datetime
+
+
+class Renewal(StrEnum):
+    """What `renew_many` found for one lease."""
+
+    RENEWED = "renewed"
+    BUSY = "busy"
+    """Another transaction holds the row right now; ask again."""
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class EffectRecord:
+    """Everything the store knows of a key. Times are on the store's clock."""
+
+    key: str
+    resource: str
+    state: State
+    fence: int
+    attempt: int
+    retry_safety: RetrySafety
+    created_at: datetime
+    granted_at: datetime
+    expires_at: datetime
+    uncertain_at: datetime | None
+    completed_at: datetime | None
+    expired: bool
+    """The uncertain state was entered by expiry, not by a mark."""
+    fingerprint: str | None
+    reason: str | None
+    payload: str | None
+    result: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryEntry:
+    """One mark, expiry, ruling or force (G21)."""
+
+    at: datetime
+    event: str
+    fence: int
+    by: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A completion that came too late and was refused (G17)."""
+
+    at: datetime
+    fence: int
+    holder: UUID
+    result: str | None
+
+
+class EffectStore(Protocol):
+    """The gate. Every call is one transaction, safe to repeat after a lost answer.
+
+    Besides the errors named below every method can raise `Unavailable` (nothing written), `OutcomeUnknown`
+    (the answer was lost and could not be settled), `FingerprintMismatch` (G9) and `InvalidArgument`.
+    """
+
+    def acquire(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> Outcome:
+        """Ask to run ``action``, judged in the order done, uncertain, in flight, contended, grant (G1-G8).
+
+        ``holder`` (128 random bits, minted if absent) makes a repeated question get the same unexpired grant.
+        """
+
+    def complete(self, action: Action, lease: Lease, result: str | None = None) -> str | None:
+        """Record that it happened and return the result that stands, the first one (G12, G16).
+
+        Raises `ResourceMismatch`, `FenceStale`, `NotHolder` or `LeaseLost`; the refused result is kept as evidence
+        (G17).
+        """
+
+    def renew(self, action: Action, lease: Lease, ttl_seconds: float) -> Lease:
+        """Extend the lease to the store's now + ``ttl_seconds`` (G13). Raises `LeaseLost` and the fence errors."""
+
+    def renew_many(self, leases: Sequence[tuple[Action, Lease]], ttl_seconds: float) -> list[Renewal]:
+        """Extend many leases in one statement that waits for no row lock. Answers stand in the order asked."""
+
+    def mark_uncertain(self, action: Action, lease: Lease, reason: str, *, by: str = "") -> None:
+        """Say that it may have happened (G14). Works when the resource has changed hands; raises the fence errors."""
+
+    def release(self, action: Action, lease: Lease) -> None:
+        """Free the resource and leave the intent (G15). Raises the fence errors."""
+
+    def abandon(self, action: Action, lease: Lease, *, due_in_seconds: float | None = None) -> None:
+        """Withdraw the intent, since it did not happen, and free the resource if still held (G15).
+
+        With ``due_in_seconds`` the key is listed by `claim_due` after that time, until it is granted again.
+        Raises the fence errors.
+        """
+
+    def begin_reconcile(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> ReconcileClaim:
+        """Claim the right to look into an uncertain key (G18, G27). Raises `NotUncertain` or `ReconcileTaken`."""
+
+    def resolve_uncertain(self, action: Action, resolution: Resolution) -> Ruling:
+        """Rule on an uncertain key and return the ruling that stands, the first one (G19, G20).
+
+        *Not applied* makes a key with a payload due at once. Raises `NotUncertain` or `UnsafeNotRetryable`.
+        """
+
+    def lookup(self, key: str) -> EffectRecord | None:
+        """Return what is known of ``key``, without a lock. An expired intent is in flight until it is flipped."""
+
+    def history(self, key: str) -> list[HistoryEntry]:
+        """Return the marks, expiries and rulings of ``key``, oldest first."""
+
+    def evidence(self, key: str) -> list[Evidence]:
+        """Return the refused late completions of ``key``, oldest first."""
+
+    def expire_intents(self, limit: int) -> int:
+        """Turn up to ``limit`` expired intents uncertain (G3), skipping locked rows. Return how many."""
+
+    def backlog(self, limit: int) -> list[EffectRecord]:
+        """Return up to ``limit`` uncertain keys, the oldest first."""
+
+    def unclaimed_backlog(self, limit: int) -> list[EffectRecord]:
+        """Return up to ``limit`` uncertain keys that no reconciler holds, the oldest first."""
+
+    def claim_due(self, limit: int, again_after_seconds: float) -> list[EffectRecord]:
+        """Return up to ``limit`` free keys that are due; each comes again only after ``again_after_seconds``."""

@@ -1,0 +1,148 @@
+"""Names and numbers that stores accept, request fingerprints and stable idempotency keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import numbers
+import uuid
+from collections.abc import Mapping
+from datetime import date, time
+from decimal import Decimal
+from enum import Enum
+from typing import Any
+
+from pgref.errors import InvalidArgument
+
+__all__ = [
+    "FENCE_MAX",
+    "KEY_BYTES_MAX",
+    "LIMIT_MAX",
+    "TTL_SECONDS_MAX",
+    "fingerprint",
+    "idempotency_key",
+    "tenant_scope",
+    "valid_fence",
+    "valid_key",
+    "valid_limit",
+    "valid_text",
+    "valid_ttl",
+]
+
+KEY_BYTES_MAX = 512
+FENCE_MAX = 2**63 - 1
+LIMIT_MAX = 100_000
+TTL_SECONDS_MAX = 366 * 24 * 3600.0
+
+_IDEMPOTENCY_NAMESPACE = uuid.UUID("6f1c1f0e-0d1f-5b9f-9a3b-3d8f6a0c7e21")
+
+
+def valid_key(value: object, argument: str) -> str:
+    """Return ``value`` if it can be a key or a resource, else raise `InvalidArgument` naming ``argument`` (G24)."""
+    text = valid_text(value, argument)
+    size = len(text.encode())
+    if not text or size > KEY_BYTES_MAX:
+        raise InvalidArgument(f"{argument} must be 1 to {KEY_BYTES_MAX} bytes of UTF-8, not {size}")
+    return text
+
+
+def valid_text(value: object, argument: str) -> str:
+    """Return ``value`` if PostgreSQL can store it as text, else raise `InvalidArgument`."""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{argument} must be a str, not {type(value).__name__}")
+    if "\0" in value:
+        raise InvalidArgument(f"{argument} must not contain NUL")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{argument} must not contain lone surrogates") from None
+    return value
+
+
+def valid_ttl(value: object, argument: str = "ttl_seconds") -> float:
+    """Return ``value`` in seconds, at least a millisecond and at most `TTL_SECONDS_MAX`, or raise `InvalidArgument`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidArgument(f"{argument} must be a number of seconds, not {type(value).__name__}")
+    try:
+        seconds = float(value)
+    except OverflowError:
+        seconds = math.inf
+    if not 0.001 <= seconds <= TTL_SECONDS_MAX:
+        raise InvalidArgument(f"{argument} must be 0.001 to {TTL_SECONDS_MAX:.0f} seconds, not {seconds}")
+    return seconds
+
+
+def valid_fence(value: object, argument: str = "fence") -> int:
+    """Return ``value`` if it can be a fence (1 to 2⁶³-1), else raise `InvalidArgument` (G34)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgument(f"{argument} must be an int, not {type(value).__name__}")
+    if not 1 <= value <= FENCE_MAX:
+        raise InvalidArgument(f"{argument} must be 1 to {FENCE_MAX}")
+    return value
+
+
+def valid_limit(value: object, argument: str = "limit") -> int:
+    """Return ``value`` if it can be a batch size (1 to `LIMIT_MAX`), else raise `InvalidArgument`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgument(f"{argument} must be an int, not {type(value).__name__}")
+    if not 1 <= value <= LIMIT_MAX:
+        raise InvalidArgument(f"{argument} must be 1 to {LIMIT_MAX}")
+    return value
+
+
+def tenant_scope(tenant: str, name: str) -> str:
+    """Return a scope that never meets the same ``name`` of another ``tenant``."""
+    return f"tenant:{len(tenant)}:{tenant}:{name}"
+
+
+def fingerprint(request: object) -> str:
+    """Return a digest that is equal for equal requests, whatever their key order or number spelling (G9).
+
+    Raises `InvalidArgument` for values that have no stable text.
+    """
+    try:
+        text = json.dumps(_canonical(request), sort_keys=True, ensure_ascii=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"request has no fingerprint: {error}") from error
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _canonical(value: Any) -> Any:  # noqa: C901  a table of types
+    match value:
+        case None | bool() | str():
+            return value
+        case Enum():
+            return _canonical(value.value)
+        case int():
+            return {"number": str(value)}
+        case float() | Decimal():
+            return {"number": _number_text(Decimal(str(value)))}
+        case bytes():
+            return {"bytes": value.hex()}
+        case uuid.UUID():
+            return str(value)
+        case date() | time():
+            return value.isoformat()
+        case Mapping():
+            items = sorted(value.items(), key=lambda item: str(item[0]))
+            return {"map": [[_canonical(k), _canonical(v)] for k, v in items]}
+        case set() | frozenset():
+            return {"set": sorted((_canonical(item) for item in value), key=repr)}
+        case list() | tuple():
+            return [_canonical(item) for item in value]
+        case _:
+            raise TypeError(f"{type(value).__name__} is not supported")
+
+
+def _number_text(number: Decimal) -> str:
+    if not number.is_finite():
+        raise ValueError("NaN and infinity are not supported")
+    text = format(number, "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def idempotency_key(key: str) -> str:
+    """Return the stable key to hand to an outside provider: the same for every attempt of ``key``."""
+    return str(uuid.uuid5(_IDEMPOTENCY_NAMESPACE, key))

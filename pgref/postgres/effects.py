@@ -1,0 +1,241 @@
+"""The side-effect gate on PostgreSQL: each method is one call of one SQL function (sql/effects.sql)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import psycopg
+import sqlalchemy as sa
+
+from pgref.clock import Clock, DatabaseClock
+from pgref.contracts.effects import (
+    Action,
+    Contended,
+    Done,
+    EffectRecord,
+    Evidence,
+    Granted,
+    HistoryEntry,
+    InFlight,
+    Lease,
+    Outcome,
+    ReconcileClaim,
+    Renewal,
+    Resolution,
+    RetrySafety,
+    Ruling,
+    State,
+    Uncertain,
+)
+from pgref.keys import valid_key, valid_limit, valid_text, valid_ttl
+from pgref.postgres._connection import Database
+from pgref.postgres._errors import refusal, sqlstate
+from pgref.postgres.schema import quoted
+
+__all__ = ["PostgresEffectStore"]
+
+_STATES = (State.FREE, State.IN_FLIGHT, State.UNCERTAIN, State.DONE)
+_REFUSED_IN_TRANSACTION = "PGR01"
+_RECORD_COLUMNS = (
+    "key, resource, state, fence, attempt, retry_safe, created_at, granted_at, expires_at, uncertain_at, completed_at, "
+    "expired, fingerprint, reason, payload, result"
+)
+
+
+class _Answer(NamedTuple):
+    """A row of the SQL type; which fields are set depends on the verdict."""
+
+    verdict: str
+    fence: Any
+    at: Any
+    attempt: Any
+    value: str | None
+    seconds: Any
+
+
+class PostgresEffectStore:
+    """`EffectStore` in a schema of a PostgreSQL database."""
+
+    def __init__(self, database: Database, *, schema: str = "pgref", clock: Clock | None = None) -> None:
+        self._database = database
+        self._schema = quoted(schema)
+        self._clock = clock or DatabaseClock()
+
+    def acquire(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> Outcome:
+        ttl = _interval(ttl_seconds)
+        holder = holder or uuid.uuid4()
+        safe = action.retry_safety is RetrySafety.SAFE
+        answer = self._ask(
+            "acquire",
+            action.key,
+            action.resource,
+            action.fingerprint,
+            safe,
+            action.payload,
+            holder,
+            ttl,
+            self._clock.now(),
+        )
+        match answer.verdict:
+            case "granted":
+                return Granted(Lease(action.resource, answer.fence, holder, answer.at), answer.attempt)
+            case "done":
+                return Done(answer.value)
+            case "uncertain":
+                return Uncertain(answer.value or "", answer.at)
+            case "in_flight":
+                return InFlight(answer.seconds)
+            case "contended":
+                return Contended(answer.seconds)
+        raise refusal(answer.verdict, action.key)
+
+    def complete(self, action: Action, lease: Lease, result: str | None = None) -> str | None:
+        answer = self._ask("complete", *_credentials(action, lease), _valid_result(result), self._clock.now())
+        if answer.verdict in {"completed", "done"}:
+            return answer.value
+        raise _lease_refusal(answer, action, lease)
+
+    def complete_within(
+        self, connection: sa.Connection, action: Action, lease: Lease, result: str | None = None
+    ) -> None:
+        """Complete in the caller's transaction, so that effect and completion commit together or not at all.
+
+        Raises the fence errors, or `LeaseLost` when the key is already done: the transaction must then be rolled back.
+        """
+        cursor: Any = connection.connection.cursor()
+        arguments = (*_credentials(action, lease), _valid_result(result), self._clock.now())
+        try:
+            cursor.execute(self._statement("complete_here", len(arguments)), arguments)
+        except psycopg.Error as error:
+            if sqlstate(error) != _REFUSED_IN_TRANSACTION:
+                raise
+            verdict = error.diag.message_detail or "lease_lost"
+            raise refusal(verdict, action.key, fence=lease.fence) from None
+
+    def renew(self, action: Action, lease: Lease, ttl_seconds: float) -> Lease:
+        answer = self._ask("renew", *_credentials(action, lease), _interval(ttl_seconds), self._clock.now())
+        if answer.verdict == "renewed":
+            return Lease(lease.resource, lease.fence, lease.holder, answer.at)
+        raise _lease_refusal(answer, action, lease)
+
+    def renew_many(self, leases: Sequence[tuple[Action, Lease]], ttl_seconds: float) -> list[Renewal]:
+        rows = self._rows(
+            "renew_many",
+            [action.key for action, _ in leases],
+            [lease.resource for _, lease in leases],
+            [lease.fence for _, lease in leases],
+            [lease.holder for _, lease in leases],
+            _interval(ttl_seconds),
+            self._clock.now(),
+        )
+        return [Renewal(verdict) for _, verdict in rows]
+
+    def mark_uncertain(self, action: Action, lease: Lease, reason: str, *, by: str = "") -> None:
+        valid_text(reason, "reason")
+        self._settle(action, lease, "mark_uncertain", reason, valid_text(by, "by"), self._clock.now())
+
+    def release(self, action: Action, lease: Lease) -> None:
+        self._settle(action, lease, "release")
+
+    def abandon(self, action: Action, lease: Lease, *, due_in_seconds: float | None = None) -> None:
+        due_in = None if due_in_seconds is None else _interval(due_in_seconds, "due_in_seconds")
+        self._settle(action, lease, "abandon", due_in, self._clock.now())
+
+    def begin_reconcile(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> ReconcileClaim:
+        holder = holder or uuid.uuid4()
+        answer = self._ask(
+            "begin_reconcile", action.key, action.fingerprint, holder, _interval(ttl_seconds), self._clock.now()
+        )
+        if answer.verdict == "claimed":
+            return ReconcileClaim(action.key, str(answer.value), answer.fence, holder, answer.at)
+        raise _ruling_refusal(answer, action)
+
+    def resolve_uncertain(self, action: Action, resolution: Resolution) -> Ruling:
+        answer = self._ask(
+            "resolve_uncertain",
+            action.key,
+            action.fingerprint,
+            resolution.applied,
+            _valid_result(resolution.result),
+            resolution.by,
+            resolution.why,
+            resolution.force_retryable,
+            self._clock.now(),
+        )
+        if answer.verdict in {"applied", "not_applied"}:
+            return Ruling(answer.verdict == "applied", answer.value)
+        raise _ruling_refusal(answer, action)
+
+    def lookup(self, key: str) -> EffectRecord | None:
+        records = self._records("lookup", valid_key(key, "key"))
+        return records[0] if records else None
+
+    def history(self, key: str) -> list[HistoryEntry]:
+        rows = self._rows("history", valid_key(key, "key"), columns='at, event, fence, "by", why')
+        return [HistoryEntry(*row) for row in rows]
+
+    def evidence(self, key: str) -> list[Evidence]:
+        rows = self._rows("evidence", valid_key(key, "key"), columns="at, fence, holder, result")
+        return [Evidence(*row) for row in rows]
+
+    def expire_intents(self, limit: int) -> int:
+        rows = self._rows("expire_intents", valid_limit(limit), self._clock.now())
+        return int(rows[0][0])
+
+    def backlog(self, limit: int) -> list[EffectRecord]:
+        return self._records("backlog", valid_limit(limit), False, self._clock.now())
+
+    def unclaimed_backlog(self, limit: int) -> list[EffectRecord]:
+        return self._records("backlog", valid_limit(limit), True, self._clock.now())
+
+    def claim_due(self, limit: int, again_after_seconds: float) -> list[EffectRecord]:
+        again_after = _interval(again_after_seconds, "again_after_seconds")
+        return self._records("claim_due", valid_limit(limit), again_after, self._clock.now())
+
+    def _settle(self, action: Action, lease: Lease, function: str, *arguments: object) -> None:
+        answer = self._ask(function, *_credentials(action, lease), *arguments)
+        if answer.verdict != "ok":
+            raise _lease_refusal(answer, action, lease)
+
+    def _ask(self, function: str, *arguments: object) -> _Answer:
+        return _Answer(*self._rows(function, *arguments)[0])
+
+    def _records(self, function: str, *arguments: object) -> list[EffectRecord]:
+        return [_record(row) for row in self._rows(function, *arguments, columns=_RECORD_COLUMNS)]
+
+    def _rows(self, function: str, *arguments: object, columns: str = "*") -> list[tuple[Any, ...]]:
+        return self._database.call(self._statement(function, len(arguments), columns), arguments)
+
+    def _statement(self, function: str, count: int, columns: str = "*") -> str:
+        return f"SELECT {columns} FROM {self._schema}.effect_{function}({', '.join(['%s'] * count)})"
+
+
+def _credentials(action: Action, lease: Lease) -> tuple[object, ...]:
+    return (action.key, action.resource, action.fingerprint, lease.resource, lease.fence, lease.holder)
+
+
+def _interval(seconds: float, argument: str = "ttl_seconds") -> timedelta:
+    return timedelta(seconds=valid_ttl(seconds, argument))
+
+
+def _valid_result(result: str | None) -> str | None:
+    return None if result is None else valid_text(result, "result")
+
+
+def _record(row: tuple[Any, ...]) -> EffectRecord:
+    key, resource, state, fence, attempt, safe, *rest = row
+    safety = RetrySafety.SAFE if safe else RetrySafety.UNSAFE
+    return EffectRecord(key, resource, _STATES[state], fence, attempt, safety, *rest)
+
+
+def _lease_refusal(answer: _Answer, action: Action, lease: Lease) -> Exception:
+    return refusal(answer.verdict, action.key, fence=lease.fence, seen=answer.fence)
+
+
+def _ruling_refusal(answer: _Answer, action: Action) -> Exception:
+    state = None if answer.attempt is None else _STATES[answer.attempt].value
+    return refusal(answer.verdict, action.key, state=state, retry_after_seconds=answer.seconds)

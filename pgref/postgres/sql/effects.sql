@@ -1,0 +1,560 @@
+-- The side-effect gate. Every contract method is one function: one round trip, one transaction.
+-- Created under the search_path of its own schema, which each function pins (SET search_path FROM CURRENT).
+--
+-- Derived holding: a resource is held exactly while the action of its newest grant is in flight or uncertain,
+-- was not released, and its lease has not expired. So finishing an effect is an update of one row.
+--
+-- Locks: resource row, then action rows in key order. The clock is read after the locks, and judging stands in a
+-- later statement than the lock: a statement that had to wait judges other tables by its old snapshot.
+--
+-- State: 0 free, 1 in flight, 2 uncertain, 3 done.
+
+CREATE OR REPLACE FUNCTION effect_is_held(a effect_action, r effect_resource) RETURNS boolean
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN a.state IN (1, 2) AND NOT a.released AND a.fence = r.granted_fence AND a.resource = r.resource;
+
+
+-- Turn an intent that the caller has locked and found expired into an uncertain one (G3, G21).
+CREATE OR REPLACE FUNCTION effect_flip(p_key text, p_now timestamptz) RETURNS void
+LANGUAGE sql SET search_path FROM CURRENT
+BEGIN ATOMIC
+  UPDATE effect_action SET state = 2, expired = true, reason = 'lease expired', uncertain_at = p_now WHERE key = p_key AND state = 1;
+  INSERT INTO effect_history (key, at, event, fence, "by", why)
+    SELECT key, p_now, 'expired', fence, 'store', reason FROM effect_action WHERE key = p_key;
+END;
+
+
+-- done > uncertain > in flight > contended > grant. The first look takes no lock and writes nothing (G1-G9, G22, G23).
+CREATE OR REPLACE FUNCTION effect_acquire(
+  p_key text, p_resource text, p_fingerprint text, p_retry_safe boolean, p_payload text,
+  p_holder uuid, p_ttl interval, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  a effect_action;
+  r effect_resource;
+  h effect_action;
+  t timestamptz;
+  v effect_answer;
+BEGIN
+  LOOP
+    SELECT * INTO a FROM effect_action WHERE key = p_key;
+    t := coalesce(p_now, clock_timestamp());
+    IF a.key IS NOT NULL THEN
+      IF a.fingerprint <> p_fingerprint THEN
+        v.verdict := 'fingerprint_mismatch';
+        RETURN v;
+      END IF;
+      IF a.state = 3 THEN
+        v.verdict := 'done'; v.value := a.result;
+        RETURN v;
+      END IF;
+      IF a.state = 2 THEN
+        v.verdict := 'uncertain'; v.value := a.reason; v.at := a.uncertain_at;
+        RETURN v;
+      END IF;
+      IF a.state = 1 THEN
+        IF t < a.expires_at THEN
+          v.verdict := CASE WHEN a.holder = p_holder THEN 'granted' ELSE 'in_flight' END;
+          v.fence := a.fence; v.at := a.expires_at; v.attempt := a.attempt;
+          v.seconds := extract(epoch FROM a.expires_at - t);
+          RETURN v;
+        END IF;
+        SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+        t := coalesce(p_now, clock_timestamp());
+        IF a.state = 1 AND t >= a.expires_at THEN
+          PERFORM effect_flip(p_key, t);
+        END IF;
+        CONTINUE;
+      END IF;
+    END IF;
+
+    SELECT * INTO r FROM effect_resource WHERE resource = p_resource;
+    h := NULL;
+    IF r.resource IS NOT NULL AND r.action_key <> p_key THEN
+      SELECT * INTO h FROM effect_action WHERE key = r.action_key;
+      IF NOT coalesce(effect_is_held(h, r), false) THEN
+        h := NULL;
+      ELSIF t < h.expires_at THEN
+        v.verdict := 'contended'; v.seconds := extract(epoch FROM h.expires_at - t);
+        RETURN v;
+      END IF;
+    END IF;
+
+    -- Nothing speaks against a grant: lock, and go back to the first look if anything has moved since.
+    IF r.resource IS NULL THEN
+      INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
+        VALUES (p_resource, 1, 1, p_key) ON CONFLICT DO NOTHING;
+      CONTINUE WHEN NOT FOUND;
+      v.fence := 1;
+    ELSE
+      PERFORM FROM effect_resource
+        WHERE resource = p_resource AND fence = r.fence AND granted_fence = r.granted_fence FOR UPDATE;
+      CONTINUE WHEN NOT FOUND;
+      v.fence := r.fence + 1;
+    END IF;
+
+    IF h.key IS NOT NULL OR a.key IS NOT NULL THEN
+      PERFORM FROM effect_action WHERE key IN (p_key, h.key) ORDER BY key FOR UPDATE;
+      t := coalesce(p_now, clock_timestamp());
+    END IF;
+    IF h.key IS NOT NULL THEN
+      SELECT * INTO h FROM effect_action WHERE key = h.key;
+      IF coalesce(effect_is_held(h, r), false) THEN
+        CONTINUE WHEN t < h.expires_at;
+        IF h.state = 1 THEN
+          PERFORM effect_flip(h.key, t);
+        END IF;
+      END IF;
+    END IF;
+
+    IF a.key IS NULL THEN
+      INSERT INTO effect_action (
+        key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at
+      ) VALUES (
+        p_key, p_resource, p_fingerprint, p_retry_safe, p_payload, 1, 1, v.fence, p_holder, t, t, t + p_ttl
+      ) ON CONFLICT DO NOTHING;
+      v.attempt := 1;
+    ELSE
+      UPDATE effect_action SET
+        resource = p_resource, fingerprint = p_fingerprint, retry_safe = p_retry_safe, payload = p_payload,
+        state = 1, attempt = a.attempt + 1, fence = v.fence, holder = p_holder, granted_at = t, expires_at = t + p_ttl,
+        released = false, expired = false, ruling = NULL, due_at = NULL
+      WHERE key = p_key AND state = 0 AND attempt = a.attempt;
+      v.attempt := a.attempt + 1;
+    END IF;
+    IF NOT FOUND THEN
+      -- The same key was granted on another resource meanwhile.
+      IF r.resource IS NULL THEN
+        DELETE FROM effect_resource WHERE resource = p_resource AND fence = v.fence;
+      END IF;
+      CONTINUE;
+    END IF;
+    IF r.resource IS NOT NULL THEN
+      UPDATE effect_resource SET fence = v.fence, granted_fence = v.fence, action_key = p_key
+        WHERE resource = p_resource AND fence = r.fence;
+    END IF;
+    v.verdict := 'granted'; v.at := t + p_ttl;
+    RETURN v;
+  END LOOP;
+END $$;
+
+
+-- What a lease is worth: NULL if it is that of the attempt in `a` and the newest of its resource `r` (G9, G11).
+CREATE OR REPLACE FUNCTION effect_lease_fault(
+  a effect_action, r effect_resource, p_fingerprint text, p_lease_resource text, p_resource text, p_fence bigint, p_holder uuid
+) RETURNS text
+LANGUAGE sql IMMUTABLE
+RETURN CASE
+  WHEN a.fingerprint <> p_fingerprint THEN 'fingerprint_mismatch'
+  WHEN p_lease_resource <> p_resource THEN 'resource_mismatch'
+  WHEN r.granted_fence IS DISTINCT FROM p_fence THEN 'fence_stale'
+  WHEN (a.fence, a.holder, a.resource) IS DISTINCT FROM (p_fence, p_holder, p_resource) THEN 'not_holder'
+END;
+
+
+-- The same for methods that the intent alone authorises, also after the resource has changed hands (G15).
+CREATE OR REPLACE FUNCTION effect_intent_fault(
+  a effect_action, p_fingerprint text, p_lease_resource text, p_resource text, p_fence bigint, p_holder uuid
+) RETURNS text
+LANGUAGE sql IMMUTABLE
+RETURN CASE
+  WHEN a.fingerprint <> p_fingerprint THEN 'fingerprint_mismatch'
+  WHEN p_lease_resource <> p_resource THEN 'resource_mismatch'
+  WHEN p_fence < a.fence THEN 'fence_stale'
+  WHEN (a.fence, a.holder, a.resource) IS DISTINCT FROM (p_fence, p_holder, p_resource) THEN 'not_holder'
+END;
+
+
+-- First wins (G12, G16). 'completed' = by this call, 'done' = before it. A refused completion is kept (G17).
+CREATE OR REPLACE FUNCTION effect_complete(
+  p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
+  p_result text, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  a effect_action;
+  r effect_resource;
+  t timestamptz;
+  v effect_answer;
+BEGIN
+  -- An intent in flight and not released is the newest grant of its resource, since a takeover turns it uncertain.
+  UPDATE effect_action SET state = 3, result = p_result, completed_at = coalesce(p_now, clock_timestamp())
+    WHERE key = p_key AND state = 1 AND NOT released AND fence = p_fence AND holder = p_holder
+      AND resource = p_resource AND resource = p_lease_resource AND (fingerprint = p_fingerprint) IS NOT FALSE;
+  IF FOUND THEN
+    v.verdict := 'completed'; v.value := p_result;
+    RETURN v;
+  END IF;
+
+  SELECT * INTO a FROM effect_action WHERE key = p_key;
+  IF a.state IS DISTINCT FROM 3 THEN
+    SELECT * INTO r FROM effect_resource WHERE resource = p_resource FOR UPDATE;
+    SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+  END IF;
+  t := coalesce(p_now, clock_timestamp());
+  IF a.state = 3 AND (a.fingerprint = p_fingerprint) IS NOT FALSE THEN
+    v.verdict := 'done'; v.value := a.result;
+    RETURN v;
+  END IF;
+  v.verdict := effect_lease_fault(a, r, p_fingerprint, p_lease_resource, p_resource, p_fence, p_holder);
+  v.fence := r.granted_fence;
+  IF v.verdict IS NULL AND (a.state = 1 OR a.state = 2 AND a.expired) THEN
+    UPDATE effect_action SET
+      state = 3, result = p_result, completed_at = t, uncertain_at = NULL, expired = false, reason = NULL,
+      reconciler = NULL, reconcile_fence = NULL, reconcile_expires_at = NULL
+      WHERE key = p_key AND fence = p_fence AND holder = p_holder;
+    IF a.state = 2 THEN
+      INSERT INTO effect_history (key, at, event, fence, "by", why) VALUES (p_key, t, 'completed_late', p_fence, 'holder', '');
+    END IF;
+    v.verdict := 'completed'; v.value := p_result;
+    RETURN v;
+  END IF;
+  v.verdict := coalesce(v.verdict, 'lease_lost');
+  IF a.key IS NOT NULL AND v.verdict <> 'fingerprint_mismatch' THEN
+    INSERT INTO effect_evidence (key, fence, holder, at, result) VALUES (p_key, p_fence, p_holder, t, p_result)
+      ON CONFLICT DO NOTHING;
+  END IF;
+  RETURN v;
+END $$;
+
+
+-- Complete inside the transaction that carries the effect itself: anything but a completion by this very call must
+-- undo that transaction, so it raises (SQLSTATE PGR01, the verdict as detail).
+CREATE OR REPLACE FUNCTION effect_complete_here(
+  p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
+  p_result text, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  v effect_answer;
+BEGIN
+  v := effect_complete(p_key, p_resource, p_fingerprint, p_lease_resource, p_fence, p_holder, p_result, p_now);
+  IF v.verdict <> 'completed' THEN
+    RAISE EXCEPTION 'completion of % refused', p_key USING ERRCODE = 'PGR01', DETAIL = v.verdict;
+  END IF;
+  RETURN v;
+END $$;
+
+
+CREATE OR REPLACE FUNCTION effect_renew(
+  p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
+  p_ttl interval, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  a effect_action;
+  r effect_resource;
+  t timestamptz;
+  v effect_answer;
+BEGIN
+  SELECT * INTO r FROM effect_resource WHERE resource = p_resource FOR UPDATE;
+  SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+  t := coalesce(p_now, clock_timestamp());
+  v.verdict := effect_lease_fault(a, r, p_fingerprint, p_lease_resource, p_resource, p_fence, p_holder);
+  v.fence := r.granted_fence;
+  IF v.verdict IS NULL AND a.state = 1 AND t < a.expires_at THEN
+    UPDATE effect_action SET expires_at = t + p_ttl WHERE key = p_key AND fence = p_fence AND holder = p_holder AND state = 1;
+    v.verdict := 'renewed'; v.at := t + p_ttl;
+  END IF;
+  v.verdict := coalesce(v.verdict, 'lease_lost');
+  RETURN v;
+END $$;
+
+
+-- Waits for no row lock: what another transaction holds is answered 'busy'. A renewable intent is the newest grant
+-- of its resource unless it was released; released ones are compared with their resource.
+CREATE OR REPLACE FUNCTION effect_renew_many(
+  p_keys text[], p_resources text[], p_fences bigint[], p_holders uuid[], p_ttl interval, p_now timestamptz DEFAULT NULL
+) RETURNS TABLE (ordinal bigint, verdict text)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+  t timestamptz;
+  v_locked text[];
+  v_renewed text[];
+BEGIN
+  SELECT array_agg(l.key) INTO v_locked FROM (
+    SELECT key FROM effect_action WHERE key = ANY (p_keys) ORDER BY key FOR UPDATE SKIP LOCKED
+  ) l;
+  t := coalesce(p_now, clock_timestamp());
+  WITH asked AS (
+    SELECT * FROM unnest(p_keys, p_resources, p_fences, p_holders) AS u (key, resource, fence, holder)
+  ), renewed AS (
+    UPDATE effect_action a SET expires_at = t + p_ttl FROM asked u
+      WHERE a.key = u.key AND a.key = ANY (v_locked) AND a.fence = u.fence AND a.holder = u.holder AND a.resource = u.resource
+        AND a.state = 1 AND t < a.expires_at
+        AND (NOT a.released OR EXISTS (
+          SELECT FROM effect_resource r WHERE r.resource = a.resource AND r.granted_fence = a.fence))
+      RETURNING a.key
+  )
+  SELECT array_agg(key) INTO v_renewed FROM renewed;
+  RETURN QUERY
+    SELECT u.ordinal, CASE
+        WHEN a.key IS NULL THEN 'lost'
+        WHEN NOT a.key = ANY (coalesce(v_locked, '{}')) THEN 'busy'
+        WHEN a.key = ANY (v_renewed) AND a.fence = u.fence AND a.holder = u.holder THEN 'renewed'
+        ELSE 'lost' END
+      FROM unnest(p_keys, p_fences, p_holders) WITH ORDINALITY AS u (key, fence, holder, ordinal)
+      LEFT JOIN effect_action a ON a.key = u.key
+      ORDER BY u.ordinal;
+END $$;
+
+
+-- State, reason and history in one transaction; the resource stays held until release or expiry (G14, G21).
+CREATE OR REPLACE FUNCTION effect_mark_uncertain(
+  p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
+  p_reason text, p_by text, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  a effect_action;
+  t timestamptz;
+  v effect_answer;
+BEGIN
+  SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+  t := coalesce(p_now, clock_timestamp());
+  v.verdict := effect_intent_fault(a, p_fingerprint, p_lease_resource, p_resource, p_fence, p_holder);
+  v.fence := a.fence;
+  IF v.verdict IS NULL AND a.state = 1 THEN
+    UPDATE effect_action SET state = 2, reason = p_reason, uncertain_at = t
+      WHERE key = p_key AND fence = p_fence AND holder = p_holder AND state = 1;
+    INSERT INTO effect_history (key, at, event, fence, "by", why) VALUES (p_key, t, 'marked', p_fence, p_by, p_reason);
+    v.verdict := 'ok';
+  ELSIF v.verdict IS NULL AND a.state = 2 THEN
+    v.verdict := 'ok';
+  END IF;
+  v.verdict := coalesce(v.verdict, 'lease_lost');
+  RETURN v;
+END $$;
+
+
+-- Free the resource, keep the intent: the key stays unacquirable (G15).
+CREATE OR REPLACE FUNCTION effect_release(
+  p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  a effect_action;
+  r effect_resource;
+  v effect_answer;
+BEGIN
+  SELECT * INTO r FROM effect_resource WHERE resource = p_resource FOR UPDATE;
+  SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+  v.verdict := effect_lease_fault(a, r, p_fingerprint, p_lease_resource, p_resource, p_fence, p_holder);
+  v.fence := r.granted_fence;
+  IF v.verdict IS NULL THEN
+    UPDATE effect_action SET released = true
+      WHERE key = p_key AND fence = p_fence AND holder = p_holder AND state IN (1, 2) AND NOT released;
+    v.verdict := 'ok';
+  END IF;
+  RETURN v;
+END $$;
+
+
+-- Withdraw the intent: it did not happen. An expired intent is no longer the holder's to withdraw (G3, G15).
+CREATE OR REPLACE FUNCTION effect_abandon(
+  p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
+  p_due_in interval, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  a effect_action;
+  t timestamptz;
+  v effect_answer;
+BEGIN
+  SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+  t := coalesce(p_now, clock_timestamp());
+  v.verdict := effect_intent_fault(a, p_fingerprint, p_lease_resource, p_resource, p_fence, p_holder);
+  v.fence := a.fence;
+  IF v.verdict IS NULL AND a.state = 1 AND t < a.expires_at THEN
+    UPDATE effect_action SET state = 0, due_at = CASE WHEN payload IS NOT NULL THEN t + p_due_in END
+      WHERE key = p_key AND fence = p_fence AND holder = p_holder AND state = 1;
+    v.verdict := 'ok';
+  ELSIF v.verdict IS NULL AND a.state = 0 THEN
+    v.verdict := 'ok';
+  END IF;
+  v.verdict := coalesce(v.verdict, 'lease_lost');
+  RETURN v;
+END $$;
+
+
+-- One reconciler at a time, with a fence to seal the sink with before looking (G18, G27).
+CREATE OR REPLACE FUNCTION effect_begin_reconcile(
+  p_key text, p_fingerprint text, p_holder uuid, p_ttl interval, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  a effect_action;
+  r effect_resource;
+  h effect_action;
+  t timestamptz;
+  v effect_answer;
+BEGIN
+  SELECT * INTO a FROM effect_action WHERE key = p_key;
+  SELECT * INTO r FROM effect_resource WHERE resource = a.resource FOR UPDATE;
+  SELECT * INTO a FROM effect_action WHERE key = p_key AND resource = r.resource FOR UPDATE;
+  t := coalesce(p_now, clock_timestamp());
+  IF a.fingerprint <> p_fingerprint THEN
+    v.verdict := 'fingerprint_mismatch';
+    RETURN v;
+  END IF;
+  IF a.state = 1 AND t >= a.expires_at THEN
+    PERFORM effect_flip(p_key, t);
+    a.state := 2;
+  END IF;
+  IF a.state IS DISTINCT FROM 2 THEN
+    v.verdict := 'not_uncertain'; v.attempt := a.state;
+    RETURN v;
+  END IF;
+  IF t < a.reconcile_expires_at THEN
+    v.verdict := CASE WHEN a.reconciler = p_holder THEN 'claimed' ELSE 'reconcile_taken' END;
+    v.fence := a.reconcile_fence; v.at := a.reconcile_expires_at; v.value := a.resource;
+    v.seconds := extract(epoch FROM a.reconcile_expires_at - t);
+    RETURN v;
+  END IF;
+  SELECT * INTO h FROM effect_action WHERE key = r.action_key AND key <> p_key;
+  IF coalesce(effect_is_held(h, r) AND t < h.expires_at, false) THEN
+    v.fence := r.granted_fence;
+  ELSE
+    v.fence := r.fence + 1;
+    UPDATE effect_resource SET fence = v.fence WHERE resource = r.resource AND fence = r.fence;
+  END IF;
+  UPDATE effect_action SET reconciler = p_holder, reconcile_fence = v.fence, reconcile_expires_at = t + p_ttl
+    WHERE key = p_key AND state = 2;
+  v.verdict := 'claimed'; v.at := t + p_ttl; v.value := a.resource;
+  RETURN v;
+END $$;
+
+
+-- The first ruling wins. Asks for no fence and no claim: its ground is what happened downstream (G19-G21).
+CREATE OR REPLACE FUNCTION effect_resolve_uncertain(
+  p_key text, p_fingerprint text, p_applied boolean, p_result text, p_by text, p_why text, p_force boolean,
+  p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  a effect_action;
+  t timestamptz;
+  v effect_answer;
+BEGIN
+  SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+  t := coalesce(p_now, clock_timestamp());
+  IF a.fingerprint <> p_fingerprint THEN
+    v.verdict := 'fingerprint_mismatch';
+    RETURN v;
+  END IF;
+  IF a.state = 1 AND t >= a.expires_at THEN
+    PERFORM effect_flip(p_key, t);
+    a.state := 2;
+  END IF;
+  IF a.state = 3 THEN
+    v.verdict := 'applied'; v.value := a.result;
+  ELSIF a.state = 0 AND a.ruling = false THEN
+    v.verdict := 'not_applied';
+  ELSIF a.state IS DISTINCT FROM 2 THEN
+    v.verdict := 'not_uncertain'; v.attempt := a.state;
+  ELSIF p_applied THEN
+    UPDATE effect_action SET
+      state = 3, ruling = true, result = p_result, completed_at = t, uncertain_at = NULL, expired = false, reason = NULL,
+      reconciler = NULL, reconcile_fence = NULL, reconcile_expires_at = NULL
+      WHERE key = p_key AND state = 2;
+    INSERT INTO effect_history (key, at, event, fence, "by", why) VALUES (p_key, t, 'ruled_applied', a.fence, p_by, p_why);
+    v.verdict := 'applied'; v.value := p_result;
+  ELSIF NOT a.retry_safe AND NOT p_force THEN
+    v.verdict := 'unsafe_not_retryable';
+  ELSE
+    UPDATE effect_action SET
+      state = 0, ruling = false, uncertain_at = NULL, expired = false, reason = NULL, due_at = CASE WHEN payload IS NOT NULL THEN t END,
+      reconciler = NULL, reconcile_fence = NULL, reconcile_expires_at = NULL
+      WHERE key = p_key AND state = 2;
+    INSERT INTO effect_history (key, at, event, fence, "by", why)
+      VALUES (p_key, t, 'ruled_not_applied', a.fence, p_by, p_why);
+    IF NOT a.retry_safe THEN
+      INSERT INTO effect_history (key, at, event, fence, "by", why) VALUES (p_key, t, 'forced', a.fence, p_by, p_why);
+    END IF;
+    v.verdict := 'not_applied';
+  END IF;
+  RETURN v;
+END $$;
+
+
+-- Expired intents are found by the time of their grant, since an index on state or expiry would make every completion
+-- touch the indexes. Nothing granted before the watermark is in flight; it stays ten minutes behind the clock, for
+-- grants whose commit is slow.
+CREATE OR REPLACE FUNCTION effect_expire_intents(p_limit integer, p_now timestamptz DEFAULT NULL) RETURNS integer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  t timestamptz := coalesce(p_now, clock_timestamp());
+  v_watermark timestamptz;
+  v_oldest timestamptz;
+  v_count integer;
+BEGIN
+  SELECT granted_before INTO v_watermark FROM effect_watermark;
+  WITH found AS (
+    SELECT key FROM effect_action
+      WHERE granted_at >= v_watermark AND state = 1 AND expires_at <= t
+      ORDER BY granted_at LIMIT p_limit FOR UPDATE SKIP LOCKED
+  ), flipped AS (
+    UPDATE effect_action a SET state = 2, expired = true, reason = 'lease expired', uncertain_at = t
+      FROM found WHERE a.key = found.key AND a.state = 1
+      RETURNING a.key, a.fence
+  )
+  INSERT INTO effect_history (key, at, event, fence, "by", why)
+    SELECT key, t, 'expired', fence, 'store', 'lease expired' FROM flipped;
+  GET DIAGNOSTICS v_count = ROW_COUNT;
+  SELECT granted_at INTO v_oldest FROM effect_action
+    WHERE granted_at >= v_watermark AND state = 1 ORDER BY granted_at LIMIT 1;
+  v_oldest := least(v_oldest, t - interval '10 minutes');
+  IF v_oldest > v_watermark + interval '1 minute' THEN
+    UPDATE effect_watermark SET granted_before = v_oldest WHERE granted_before < v_oldest;
+  END IF;
+  RETURN v_count;
+END $$;
+
+
+-- Free keys that are still wanted: each goes to one caller, and comes again if nobody is granted it meanwhile.
+CREATE OR REPLACE FUNCTION effect_claim_due(p_limit integer, p_again_after interval, p_now timestamptz DEFAULT NULL)
+RETURNS SETOF effect_action
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  t timestamptz := coalesce(p_now, clock_timestamp());
+BEGIN
+  RETURN QUERY
+    WITH found AS (
+      SELECT key FROM effect_action WHERE due_at <= t AND state = 0 ORDER BY due_at LIMIT p_limit FOR UPDATE SKIP LOCKED
+    )
+    UPDATE effect_action a SET due_at = t + p_again_after FROM found WHERE a.key = found.key AND a.state = 0 RETURNING a.*;
+END $$;
+
+
+CREATE OR REPLACE FUNCTION effect_lookup(p_key text) RETURNS SETOF effect_action
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
+BEGIN ATOMIC
+  SELECT * FROM effect_action WHERE key = p_key;
+END;
+
+
+CREATE OR REPLACE FUNCTION effect_backlog(p_limit integer, p_unclaimed boolean, p_now timestamptz DEFAULT NULL)
+RETURNS SETOF effect_action
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
+BEGIN ATOMIC
+  SELECT * FROM effect_action
+    WHERE uncertain_at IS NOT NULL
+      AND (NOT p_unclaimed OR reconcile_expires_at IS NULL OR reconcile_expires_at <= coalesce(p_now, clock_timestamp()))
+    ORDER BY uncertain_at, key LIMIT p_limit;
+END;
+
+
+CREATE OR REPLACE FUNCTION effect_history(p_key text) RETURNS SETOF effect_history
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
+BEGIN ATOMIC
+  SELECT * FROM effect_history WHERE key = p_key ORDER BY id;
+END;
+
+
+CREATE OR REPLACE FUNCTION effect_evidence(p_key text) RETURNS SETOF effect_evidence
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
+BEGIN ATOMIC
+  SELECT * FROM effect_evidence WHERE key = p_key ORDER BY at, fence;
+END;
