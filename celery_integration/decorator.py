@@ -1,0 +1,167 @@
+"""`fenced_task`: options become a frozen policy, checked where they are given; the function becomes a task."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
+
+from celery import Task, shared_task
+from celery.exceptions import Reject
+from celery.local import Proxy
+
+from celery_integration.definition import Definition, Name, Policy, Sink, Verdict, without_effect
+from celery_integration.effect import Effect
+from celery_integration.errors import ConfigurationError
+from celery_integration.task import FencedTask
+from pgref.contracts.effects import RetrySafety
+from pgref.errors import InvalidArgument, PgrefError
+
+__all__ = ["FencedFunction", "fenced_task"]
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
+
+
+class AsyncResult(Protocol[R_co]):
+    """What `delay` hands out: Celery's ``AsyncResult``, typed by the function's own result."""
+
+    id: str
+
+    def get(self, timeout: float | None = ..., propagate: bool = ..., **options: Any) -> R_co: ...
+    def ready(self) -> bool: ...
+    def successful(self) -> bool: ...
+    @property
+    def state(self) -> str: ...
+
+
+class FencedFunction(Proxy, Generic[P, R_co]):  # type: ignore[type-arg]  # no subscript at run time
+    # What the decorator leaves in place of the function: the Celery task of the current app, and `probe`.
+    __doc__ = property(lambda self: self.definition.function.__doc__)
+    definition: Definition
+
+    def __init__(self, definition: Definition, task: Callable[[], Any]) -> None:
+        super().__init__(task)
+        object.__setattr__(self, "definition", definition)
+
+    def probe(self, function: Callable[Concatenate[Effect, P], Verdict]) -> Callable[Concatenate[Effect, P], Verdict]:
+        """Register what is asked before an uncertain effect is ever run again. Takes the task's own arguments."""
+        definition: Definition = object.__getattribute__(self, "definition")
+        if definition.policy.sink == "database":
+            raise ConfigurationError("a database effect needs no probe: not done means not applied")
+        if without_effect(function).parameters.keys() != definition.signature.parameters.keys():
+            raise ConfigurationError(
+                f"{function.__qualname__} must take the arguments of {definition.function.__qualname__}"
+            )
+        definition.probe = function
+        return function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        result: R_co = self._get_current_object()(*args, **kwargs)
+        return result
+
+    def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R_co]:
+        """As ``Task.delay``. Raises `InvalidArgument` if no key can be made from the arguments."""
+        result: AsyncResult[R_co] = self._get_current_object().delay(*args, **kwargs)
+        return result
+
+
+@overload
+def fenced_task(function: Callable[Concatenate[Effect, P], R], /) -> FencedFunction[P, R]: ...
+@overload
+def fenced_task(
+    *,
+    key: Name | None = ...,
+    resource: Name | None = ...,
+    scope: str | None = ...,
+    sink: Sink = ...,
+    retry_safety: Literal["safe", "unsafe"] | RetrySafety | None = ...,
+    lease_seconds: float | None = ...,
+    not_applied: tuple[type[BaseException], ...] = ...,
+    **task_options: Any,
+) -> Callable[[Callable[Concatenate[Effect, P], R]], FencedFunction[P, R]]: ...
+def fenced_task(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    key: Name | None = None,
+    resource: Name | None = None,
+    scope: str | None = None,
+    sink: Sink = "database",
+    retry_safety: Literal["safe", "unsafe"] | RetrySafety | None = None,
+    lease_seconds: float | None = None,
+    not_applied: tuple[type[BaseException], ...] = (),
+    **task_options: Any,
+) -> Any:
+    """Make a Celery task that takes effect once. Works as ``shared_task``, bare or with options.
+
+    The function's first argument is the `Effect`; callers see the rest.
+
+    ``key`` names the effect: a template over the arguments, or a function of them. It is scoped by the task's name, or
+    by ``scope``. Without a key the task id is the key: that covers redelivery and retry of one message, nothing more.
+    ``resource`` names what two effects must not write at once; by default each key is its own.
+    ``sink="database"``: the body's transaction commits with the completion. ``sink="external"``: no transaction is open
+    during the body, completion follows it.
+    ``retry_safety="safe"``: the provider of an external effect de-duplicates by ``effect.idempotency_key``, so running
+    it again is harmless. ``lease_seconds``: how long an attempt may stay silent; it is renewed while the body runs.
+    ``not_applied``: exceptions of an external body that prove that nothing happened.
+    All other options are Celery's own.
+
+    Raises `InvalidArgument` or `ConfigurationError` where the decorator stands.
+    """
+    if function is not None:
+        return _task(function, Policy(), task_options)
+    policy = Policy(
+        key=key,
+        resource=resource,
+        scope=scope,
+        sink=sink,
+        retry_safety=_safety(retry_safety),
+        lease_seconds=lease_seconds,
+        not_applied=tuple(not_applied),
+    )
+    return functools.partial(_task, policy=policy, options=task_options)
+
+
+def _safety(value: str | None) -> RetrySafety | None:
+    try:
+        return None if value is None else RetrySafety(value)
+    except ValueError:
+        raise InvalidArgument(f"retry_safety must be 'safe' or 'unsafe', not {value!r}") from None
+
+
+def _task(function: Callable[..., Any], policy: Policy, options: dict[str, Any]) -> FencedFunction[Any, Any]:
+    if issubclass(type(function), (Proxy, Task)):
+        raise ConfigurationError("fenced_task makes the task itself: take the other task decorator away")
+    if options.pop("bind", False):
+        raise ConfigurationError("bind is not needed: the task is effect.task")
+    definition = Definition(function, policy)
+    # Celery's own signals and our refusals are answers, not failures to try again.
+    options["dont_autoretry_for"] = (*options.get("dont_autoretry_for", ()), PgrefError, Reject)
+    share: Any = shared_task
+    proxy = share(base=FencedTask, bind=True, definition=definition, **options)(_run(definition))
+    return FencedFunction(definition, proxy._get_current_object)  # noqa: SLF001  what a Proxy stands for
+
+
+def _run(definition: Definition) -> Callable[..., Any]:
+    """Return the function that Celery runs: named, documented and typed as the user's, without the effect."""
+
+    @functools.wraps(definition.function)
+    def run(self: FencedTask, *args: Any, **kwargs: Any) -> Any:
+        return self.run_fenced(args, kwargs)
+
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [first, *definition.signature.parameters.values()]
+    run.__signature__ = definition.signature.replace(parameters=_positional(parameters))  # type: ignore[attr-defined]
+    names = {*definition.signature.parameters, "return"}
+    run.__annotations__ = {name: hint for name, hint in run.__annotations__.items() if name in names}
+    return run
+
+
+def _positional(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
+    first, *rest = parameters
+    if rest and rest[0].kind is inspect.Parameter.POSITIONAL_ONLY:
+        return parameters
+    return [first.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD), *rest]

@@ -1,0 +1,150 @@
+"""What a body gets as its first argument, and what it or its probe can say about the outside world."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from celery_integration.errors import ConfigurationError
+from pgref.keys import idempotency_key
+
+if TYPE_CHECKING:
+    from celery import Task
+
+    from celery_integration.leases import HeldLease
+    from pgref.contracts.effects import Action
+
+__all__ = ["Applied", "Effect", "NotApplied", "RetryLater", "Unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A probe's answer: it happened, and this is the result that the task returns."""
+
+    result: Any = None
+
+
+class NotApplied(Exception):
+    """A probe's answer, or raised by an external body: it did not happen.
+
+    ``force=True`` is the user's own word that nothing sent earlier can still arrive; it frees an unsafe key too.
+    """
+
+    def __init__(self, why: str = "", *, force: bool = False) -> None:
+        super().__init__(why)
+        self.force = force
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, {"force": self.force}
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A probe's answer: it cannot tell now; ask again later."""
+
+    why: str = ""
+
+
+class RetryLater(Exception):
+    """`Effect.retry` on its way out of the body: the retry is published after the attempt is withdrawn."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+
+
+class Effect:
+    """One attempt at a side effect, or the probe's view of it."""
+
+    def __init__(
+        self, task: Task[Any, Any], action: Action, *, fence: int, attempt: int, held: HeldLease | None = None
+    ) -> None:
+        self.task = task
+        """The Celery task: ``effect.task.request`` and all that ``bind=True`` would give."""
+        self.key = action.key
+        """The key with its scope, as the store knows it."""
+        self.resource = action.resource
+        self.fence = fence
+        """The fencing token to hand to a sink that compares. In a probe, the fence to seal the sink with."""
+        self.attempt = attempt
+        """How many times this key has been granted, this attempt included."""
+        self.started = False
+        """True once `ensure_held` was called: from then on something may have gone out."""
+        self._held = held
+        self._connection: sa.Connection | None = None
+        self._closing = ExitStack()
+        self._session: Session | None = None
+
+    @property
+    def idempotency_key(self) -> str:
+        """The key to hand to a provider that de-duplicates: the same for every attempt of this effect."""
+        return idempotency_key(self.key)
+
+    @property
+    def connection(self) -> sa.Connection:
+        """The SQLAlchemy connection whose transaction commits together with the completion.
+
+        Raises `ConfigurationError` in an external effect, during which no transaction is open.
+        """
+        if self._connection is None:
+            raise ConfigurationError(f"{self.key!r} is an external effect: no transaction is open during its body")
+        return self._connection
+
+    @property
+    def session(self) -> Session:
+        """An ORM session on `connection`, flushed for you. Its ``commit`` ends a savepoint, not the transaction."""
+        if self._session is None:
+            session = Session(self.connection, join_transaction_mode="create_savepoint")
+            self._session = self._closing.enter_context(session)
+        return self._session
+
+    @property
+    def cursor(self) -> Any:
+        """A psycopg cursor on `connection`."""
+        cursor: Any = self.connection.connection.cursor()
+        return self._closing.enter_context(cursor)
+
+    def ensure_held(self, margin_seconds: float = 0.0) -> None:
+        """Call right before something goes out: raises `LeaseLost` unless the lease holds for ``margin_seconds`` more.
+
+        Asks the store, on the store's clock, and renews the lease on the way.
+        """
+        if self._held is not None:
+            self._held.ensure(margin_seconds)
+        self.started = True
+
+    def retry(self, **options: Any) -> NoReturn:
+        """End this attempt and let Celery retry the task; ``options`` are those of ``Task.retry``.
+
+        The retry is published after the attempt has been withdrawn, so it does not meet its own lease.
+        """
+        raise RetryLater(options)
+
+    def bind(self, connection: sa.Connection) -> None:
+        """Give the body the open transaction. The body cannot end it."""
+        self._connection = connection
+        sa.event.listen(connection, "commit", self._refuse_to_end)
+        sa.event.listen(connection, "rollback", self._refuse_to_end)
+
+    def flush(self) -> None:
+        """Write out what the session still holds, and close what the body opened."""
+        if self._session is not None:
+            self._session.commit()
+        self._closing.close()
+
+    def unbind(self) -> None:
+        """Take the transaction back."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            sa.event.remove(connection, "commit", self._refuse_to_end)
+            sa.event.remove(connection, "rollback", self._refuse_to_end)
+
+    def _refuse_to_end(self, _: sa.Connection) -> NoReturn:
+        raise ConfigurationError(
+            f"the body of {self.key!r} must not end the transaction: it commits with the completion; "
+            "use a savepoint (connection.begin_nested()) for a part that may fail"
+        )

@@ -1,0 +1,70 @@
+"""The ``fenced_*`` settings of an app, read once into one frozen value."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from celery import Celery
+
+from celery_integration.errors import ConfigurationError
+from pgref.errors import InvalidArgument
+from pgref.keys import valid_limit, valid_ttl
+
+__all__ = ["Settings", "install"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Each field is the setting ``fenced_<field>`` of ``app.conf``; ``dsn`` can also come from ``FENCED_DSN``."""
+
+    dsn: str
+    """SQLAlchemy URL of the database that holds the gate (and the data of database effects)."""
+    schema: str = "pgref"
+    """Schema of pgref's own tables."""
+    lease_seconds: float = 60.0
+    """Lease of a task that names none. Renewed at a third of it while the body runs."""
+    comeback_seconds_max: float = 5.0
+    """A delivery that met another attempt comes back after that attempt's time left, but at the latest after this."""
+    reconcile_seconds: float = 60.0
+    """How long a reconciler may look into one key before another may; also the pause between two looks."""
+    redispatch_seconds: float = 60.0
+    """A dispatched key that no worker has taken up after this time is dispatched again."""
+    sweep_seconds: float = 30.0
+    """Period of ``fenced.sweep`` on beat."""
+    sweep_batch_max: int = 500
+    """Keys that one sweep expires, probes and dispatches, each."""
+    result_bytes_max: int = 1024 * 1024
+    """A larger serialised result is replaced by a marker; the effect stays done."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name.endswith(("_seconds", "_seconds_max")):
+                valid_ttl(getattr(self, field.name), f"fenced_{field.name}")
+        valid_limit(self.sweep_batch_max, "fenced_sweep_batch_max")
+        if type(self.result_bytes_max) is not int or self.result_bytes_max < 1:
+            raise InvalidArgument("fenced_result_bytes_max must be an int of at least 1")
+
+    @classmethod
+    def of(cls, app: Celery) -> Settings:
+        """Read the settings of ``app``. Raises `ConfigurationError` without a database and `InvalidArgument`."""
+        given = {field.name: app.conf.get(f"fenced_{field.name}") for field in fields(cls)}
+        given["dsn"] = given["dsn"] or os.environ.get("FENCED_DSN")
+        if not given["dsn"]:
+            raise ConfigurationError("no database: call install(app, dsn=…), or set fenced_dsn or FENCED_DSN")
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def install(app: Celery, **settings: Any) -> None:
+    """Set ``fenced_*`` settings on ``app``, by the names of `Settings` without the prefix, and check them.
+
+    ``dsn`` may be left to ``app.conf.fenced_dsn`` or the environment's ``FENCED_DSN``. Connects to nothing.
+    Raises `ConfigurationError` without a database and `InvalidArgument` for a bad value.
+    """
+    known = {field.name for field in fields(Settings)}
+    for name, value in settings.items():
+        if name not in known:
+            raise InvalidArgument(f"install() has no setting {name!r}; known are {', '.join(sorted(known))}")
+        app.conf[f"fenced_{name}"] = value
+    Settings.of(app)
