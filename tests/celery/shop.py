@@ -1,0 +1,182 @@
+"""Tasks that the tests call: each records what it did where duplicates would show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from celery import Celery, shared_task
+
+from celery_integration import Applied, Effect, NotApplied, Unknown, fenced_task, install, schedule
+
+app = Celery("shop", broker=os.environ["BROKER_URL"], backend=os.environ["BROKER_URL"], set_as_current=True)
+app.conf.update(
+    broker_transport_options={"visibility_timeout": 4},
+    worker_prefetch_multiplier=1,
+    broker_connection_retry_on_startup=True,
+    fenced_sweep_seconds=1,
+)
+install(app, lease_seconds=2, comeback_seconds_max=0.5, reconcile_seconds=1, redispatch_seconds=1)
+schedule(app)
+
+metadata = sa.MetaData()
+entry = sa.Table("entry", metadata, sa.Column("key", sa.Text, index=True), sa.Column("cents", sa.Integer))
+LEDGER = Path(os.environ["SHOP_LEDGER"])
+
+
+def outside(key: str) -> list[str]:
+    """What the outside world has seen under ``key``."""
+    path = LEDGER / key
+    return path.read_text().split() if path.exists() else []
+
+
+def _apply_outside(effect: Effect, key: str) -> None:
+    with (LEDGER / key).open("a") as ledger:
+        ledger.write(f"{effect.fence}\n")
+
+
+def _end(effect: Effect, how: str) -> Any:
+    """End a body in one of the ways in which bodies end."""
+    match how:
+        case "return":
+            return {"attempt": effect.attempt}
+        case "error":
+            raise ValueError("the body failed")
+        case "retry":
+            if effect.attempt < 3:
+                effect.retry(countdown=0)
+            return {"attempt": effect.attempt}
+        case "kill":
+            if effect.attempt == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return {"attempt": effect.attempt}
+        case "exit":
+            if effect.attempt == 1:
+                sys.exit(3)
+            return {"attempt": effect.attempt}
+        case "memory":
+            raise MemoryError
+        case "hang":
+            threading.Event().wait()
+        case "object":
+            return object()
+        case "commit":
+            effect.connection.commit()
+        case "renew":
+            _wait_for_renewals(effect, 6)
+            return {"attempt": effect.attempt}
+    raise AssertionError(how)
+
+
+def _wait_for_renewals(effect: Effect, count: int) -> None:
+    from celery_integration.process import gate_of
+
+    seen = set()
+    while len(seen) <= count:
+        record = gate_of(app).effects.lookup(effect.key)
+        assert record is not None
+        seen.add(record.expires_at)
+        threading.Event().wait(0.02)
+
+
+@shared_task
+def ping() -> str:
+    return "pong"
+
+
+@shared_task
+def note(value: Any, key: str) -> Any:
+    with (LEDGER / key).open("a") as ledger:
+        ledger.write("next\n")
+    return value
+
+
+@fenced_task(key="{key}")
+def book(effect: Effect, key: str, how: str = "return", cents: int = 5) -> Any:
+    """Book one entry."""
+    effect.session.execute(sa.insert(entry).values(key=key, cents=cents))
+    return _end(effect, how)
+
+
+@fenced_task(key="{key}", resource="account:{account}")
+def transfer(effect: Effect, key: str, account: str, how: str = "return") -> Any:
+    effect.session.execute(sa.insert(entry).values(key=account, cents=1))
+    return _end(effect, how)
+
+
+@fenced_task(key="{key}", sink="external", retry_safety="safe", not_applied=(LookupError,))
+def charge(effect: Effect, key: str, how: str = "return") -> Any:
+    effect.ensure_held(0.5)
+    if how == "declined":
+        raise LookupError("declined")
+    if how == "not_applied":
+        raise NotApplied("the provider said so")
+    if how == "before":
+        if effect.attempt == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        how = "return"
+    _apply_outside(effect, key)
+    return _end(effect, how)
+
+
+@charge.probe
+def charge_probe(effect: Effect, key: str, how: str = "return") -> Applied | NotApplied:
+    seen = outside(key)
+    return Applied({"probed": len(seen)}) if seen else NotApplied()
+
+
+@fenced_task(key="{key}", sink="external")
+def letter(effect: Effect, key: str, how: str = "return") -> Any:
+    """Nobody can be asked, and sending it again is not harmless."""
+    _apply_outside(effect, key)
+    return _end(effect, how)
+
+
+@fenced_task(key="{key}", sink="external")
+def parcel(effect: Effect, key: str, verdict: str = "unknown") -> Any:
+    """Not harmless to send again; the probe answers what it is told."""
+    _apply_outside(effect, key)
+    raise ConnectionError("no answer")
+
+
+@parcel.probe
+def parcel_probe(effect: Effect, key: str, verdict: str = "unknown") -> Applied | NotApplied | Unknown:
+    match verdict:
+        case "not_applied":
+            return NotApplied()
+        case "force":
+            return Applied("second look") if effect.fence > 2 else NotApplied(force=True)
+        case "broken":
+            raise RuntimeError("the probe is broken")
+    return Unknown("no idea")
+
+
+@fenced_task(key="{key}", sink="external", retry_safety="safe", soft_time_limit=1)
+def slow_charge(effect: Effect, key: str, how: str = "hang") -> Any:
+    _apply_outside(effect, key)
+    return _end(effect, how)
+
+
+@fenced_task(key="{key}", soft_time_limit=1)
+def slow_book(effect: Effect, key: str, how: str = "hang") -> Any:
+    effect.session.execute(sa.insert(entry).values(key=key, cents=1))
+    return _end(effect, how)
+
+
+@fenced_task(key="{key}", autoretry_for=(Exception,), retry_backoff=False, default_retry_delay=0, max_retries=3)
+def eager_beaver(effect: Effect, key: str, how: str = "return") -> Any:
+    effect.session.execute(sa.insert(entry).values(key=key, cents=1))
+    if how == "flaky" and effect.attempt < 3:
+        raise ValueError("flaky")
+    return _end(effect, "return" if how == "flaky" else how)
+
+
+@fenced_task
+def by_task_id(effect: Effect, key: str) -> Any:
+    effect.session.execute(sa.insert(entry).values(key=key, cents=1))
+    return {"attempt": effect.attempt}
