@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from celery import Task, shared_task
 from celery.exceptions import Reject
@@ -41,6 +41,11 @@ class FencedFunction(Proxy, Generic[P, R_co]):  # type: ignore[type-arg]  # no s
     # What the decorator leaves in place of the function: the Celery task of the current app, and `probe`.
     __doc__ = property(lambda self: self.definition.function.__doc__)
     definition: Definition
+
+    if TYPE_CHECKING:
+        name: str
+
+        def __getattr__(self, attribute: str) -> Any: ...
 
     def __init__(self, definition: Definition, task: Callable[[], Any]) -> None:
         super().__init__(task)

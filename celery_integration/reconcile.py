@@ -139,10 +139,11 @@ def _call_of(app: Celery, gate: Gate, record: EffectRecord) -> Call | None:
     task = app.tasks.get(message["task"])
     definition = getattr(task, "definition", None)
     if task is None or not isinstance(definition, Definition):
-        logger.error("%s belongs to task %s, which this process does not know", record.key, message["task"])
+        logger.error("%s is of task %s, which is not known here", record.key, message["task"])
         return None
-    action = Action(record.key, record.resource, record.fingerprint, record.retry_safety, record.payload)
-    return Call(task, definition, action, tuple(message["args"]), message["kwargs"], gate.settings.lease_seconds, 0.0)
+    return Call(
+        task, definition, record.action, tuple(message["args"]), message["kwargs"], gate.settings.lease_seconds, 0.0
+    )
 
 
 def _dispatch(app: Celery, record: EffectRecord) -> bool:

@@ -22,7 +22,6 @@ __all__ = [
     "TTL_SECONDS_MAX",
     "fingerprint",
     "idempotency_key",
-    "tenant_scope",
     "valid_fence",
     "valid_key",
     "valid_limit",
@@ -89,11 +88,6 @@ def valid_limit(value: object, argument: str = "limit") -> int:
     if not 1 <= value <= LIMIT_MAX:
         raise InvalidArgument(f"{argument} must be 1 to {LIMIT_MAX}")
     return value
-
-
-def tenant_scope(tenant: str, name: str) -> str:
-    """Return a scope that never meets the same ``name`` of another ``tenant``."""
-    return f"tenant:{len(tenant)}:{tenant}:{name}"
 
 
 def fingerprint(request: object) -> str:

@@ -202,6 +202,11 @@ class EffectRecord:
     payload: str | None
     result: str | None
 
+    @property
+    def action(self) -> Action:
+        """The action that this record is of, to reconcile it."""
+        return Action(self.key, self.resource, self.fingerprint, self.retry_safety, self.payload)
+
 
 @dataclass(frozen=True, slots=True)
 class HistoryEntry:

@@ -26,6 +26,8 @@ def valid_schema(name: object) -> str:
     size = len(text.encode())
     if not text or size > SCHEMA_BYTES_MAX:
         raise InvalidArgument(f"schema must be 1 to {SCHEMA_BYTES_MAX} bytes of UTF-8, not {size}")
+    if set(text) & set("%:\\"):
+        raise InvalidArgument(f"schema must not contain %, : or a backslash: {text}")
     if text.startswith("pg_") or text == "information_schema":
         raise InvalidArgument(f"schema must not be one of PostgreSQL's own: {text}")
     return text

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def _end(effect: Effect, how: str) -> Any:
 def _wait_for_renewals(effect: Effect, count: int) -> None:
     from celery_integration.process import gate_of
 
-    seen = set()
+    seen: set[datetime] = set()
     while len(seen) <= count:
         record = gate_of(app).effects.lookup(effect.key)
         assert record is not None

@@ -40,6 +40,7 @@ def test_a_direct_call_says_when_to_come_back(shop: ModuleType, key: str, gate: 
     assert isinstance(gate.effects.acquire(action, 30), Granted)
     with pytest.raises(EffectBusy) as caught:
         shop.book(key)
+    assert caught.value.retry_after_seconds is not None
     assert 0 < caught.value.retry_after_seconds <= 30
 
 

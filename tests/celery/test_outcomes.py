@@ -19,7 +19,7 @@ from pgref.postgres import Stores
 pytestmark = pytest.mark.usefixtures("worker")
 
 Entries = Callable[[str], list[int]]
-WAIT = {"timeout": 60}
+WAIT: dict[str, Any] = {"timeout": 60}
 
 
 def send_twice(task: Any, *args: Any, copies: int = 2) -> Any:
@@ -83,7 +83,8 @@ def test_a_killed_child_leaves_a_database_effect_that_runs_again(
     """FC-06: nothing was committed, the intent expires, the redelivery rules *not applied* and runs."""
     assert shop.book.delay(key, "kill").get(**WAIT) == {"attempt": 2}
     assert entries(key) == [5]
-    assert [entry.event for entry in gate.effects.history(f"{shop.book.name}:{key}")] == ["expired", "ruled_not_applied"]
+    history = gate.effects.history(f"{shop.book.name}:{key}")
+    assert [entry.event for entry in history] == ["expired", "ruled_not_applied"]
 
 
 def test_a_killed_child_before_the_call_is_probed_and_runs_again(shop: ModuleType, key: str) -> None:
@@ -153,7 +154,8 @@ def test_a_person_can_settle_what_nobody_can_tell(shop: ModuleType, key: str, ga
         shop.letter.delay(key, "error").get(**WAIT)
     record = gate.effects.lookup(f"{shop.letter.name}:{key}")
     assert record is not None
-    gate.effects.resolve_uncertain(record.action, Resolution(applied=True, result='"seen by hand"', by="me", why="asked"))
+    by_hand = Resolution(applied=True, result='"seen by hand"', by="me", why="asked")
+    gate.effects.resolve_uncertain(record.action, by_hand)
     assert shop.letter.delay(key, "error").get(**WAIT) == "seen by hand"
     assert len(shop.outside(key)) == 1
 
@@ -251,4 +253,4 @@ def gate_state(shop: ModuleType, key: str) -> State | None:
     from celery_integration.process import gate_of
 
     record = gate_of(shop.app).effects.lookup(f"{shop.book.name}:{key}")
-    return record and record.state
+    return None if record is None else record.state

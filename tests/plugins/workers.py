@@ -49,7 +49,9 @@ class Worker:
 
 
 @pytest.fixture(scope="session")
-def shop_environment(postgres: PostgresServer, valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def shop_environment(
+    postgres: PostgresServer, valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     ledger = tmp_path_factory.mktemp("ledger")
     settings = {
         "FENCED_DSN": postgres.create_database("shop"),
@@ -77,7 +79,9 @@ def shop(shop_environment: dict[str, str]) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def worker(shop: ModuleType, shop_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+def worker(
+    shop: ModuleType, shop_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Worker]:
     worker = Worker(tmp_path_factory.mktemp("worker") / "worker.log", shop_environment)
     worker.start()
     shop.ping.delay().get(timeout=DEADLINE_SECONDS)

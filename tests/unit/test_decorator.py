@@ -145,7 +145,7 @@ def test_a_bad_option_fails_at_import(options: dict[str, Any], error: type[Excep
 def test_a_function_without_the_effect_fails_at_import() -> None:
     with pytest.raises(ConfigurationError, match="first argument"):
 
-        @fenced_task
+        @fenced_task  # type: ignore[arg-type]
         def wrong() -> None: ...
 
 
@@ -163,7 +163,7 @@ def test_a_probe_must_take_the_tasks_arguments() -> None:
 
     with pytest.raises(ConfigurationError, match="must take the arguments of"):
 
-        @probed.probe
+        @probed.probe  # type: ignore[arg-type]
         def wrong(effect: Effect, other: int) -> NotApplied:
             return NotApplied()
 

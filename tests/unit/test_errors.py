@@ -28,7 +28,7 @@ def test_an_error_can_be_rebuilt_from_its_message(cls: type[pgref.errors.PgrefEr
 
 def test_every_error_is_drawn_in_the_module() -> None:
     for module in (pgref.errors, celery_integration.errors):
-        missing = [name for name in module.__all__ if name not in module.__doc__]
+        missing = [name for name in module.__all__ if name not in str(module.__doc__)]
         assert missing == []
 
 

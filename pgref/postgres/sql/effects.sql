@@ -231,7 +231,7 @@ DECLARE
 BEGIN
   v := effect_complete(p_key, p_resource, p_fingerprint, p_lease_resource, p_fence, p_holder, p_result, p_now);
   IF v.verdict <> 'completed' THEN
-    RAISE EXCEPTION 'completion of % refused', p_key USING ERRCODE = 'PGR01', DETAIL = v.verdict;
+    RAISE EXCEPTION USING MESSAGE = 'completion refused: ' || p_key, DETAIL = v.verdict, ERRCODE = 'PGR01';
   END IF;
   RETURN v;
 END $$;
