@@ -126,6 +126,8 @@ class PostgresEffectStore:
         rows = self._rows(
             "renew_many",
             [action.key for action, _ in leases],
+            [action.resource for action, _ in leases],
+            [action.fingerprint for action, _ in leases],
             [lease.resource for _, lease in leases],
             [lease.fence for _, lease in leases],
             [lease.holder for _, lease in leases],

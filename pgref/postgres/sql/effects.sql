@@ -55,7 +55,7 @@ BEGIN
       END IF;
       IF a.state = 1 THEN
         IF t < a.expires_at THEN
-          v.verdict := CASE WHEN a.holder = p_holder THEN 'granted' ELSE 'in_flight' END;
+          v.verdict := CASE WHEN a.holder = p_holder AND a.resource = p_resource THEN 'granted' ELSE 'in_flight' END;
           v.fence := a.fence; v.at := a.expires_at; v.attempt := a.attempt;
           v.seconds := extract(epoch FROM a.expires_at - t);
           RETURN v;
@@ -265,7 +265,8 @@ END $$;
 -- Waits for no row lock: what another transaction holds is answered 'busy'. A renewable intent is the newest grant
 -- of its resource unless it was released; released ones are compared with their resource.
 CREATE OR REPLACE FUNCTION effect_renew_many(
-  p_keys text[], p_resources text[], p_fences bigint[], p_holders uuid[], p_ttl interval, p_now timestamptz DEFAULT NULL
+  p_keys text[], p_resources text[], p_fingerprints text[], p_lease_resources text[], p_fences bigint[], p_holders uuid[],
+  p_ttl interval, p_now timestamptz DEFAULT NULL
 ) RETURNS TABLE (ordinal bigint, verdict text)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
@@ -279,10 +280,12 @@ BEGIN
   ) l;
   t := coalesce(p_now, clock_timestamp());
   WITH asked AS (
-    SELECT * FROM unnest(p_keys, p_resources, p_fences, p_holders) AS u (key, resource, fence, holder)
+    SELECT * FROM unnest(p_keys, p_resources, p_fingerprints, p_lease_resources, p_fences, p_holders)
+      AS u (key, resource, fingerprint, lease_resource, fence, holder)
   ), renewed AS (
     UPDATE effect_action a SET expires_at = t + p_ttl FROM asked u
       WHERE a.key = u.key AND a.key = ANY (v_locked) AND a.fence = u.fence AND a.holder = u.holder AND a.resource = u.resource
+        AND u.resource = u.lease_resource AND (a.fingerprint = u.fingerprint) IS NOT FALSE
         AND a.state = 1 AND t < a.expires_at
         AND (NOT a.released OR EXISTS (
           SELECT FROM effect_resource r WHERE r.resource = a.resource AND r.granted_fence = a.fence))
@@ -293,9 +296,11 @@ BEGIN
     SELECT u.ordinal, CASE
         WHEN a.key IS NULL THEN 'lost'
         WHEN NOT a.key = ANY (coalesce(v_locked, '{}')) THEN 'busy'
-        WHEN a.key = ANY (v_renewed) AND a.fence = u.fence AND a.holder = u.holder THEN 'renewed'
+        WHEN a.key = ANY (v_renewed) AND a.fence = u.fence AND a.holder = u.holder AND u.resource = u.lease_resource
+          AND (a.fingerprint = u.fingerprint) IS NOT FALSE THEN 'renewed'
         ELSE 'lost' END
-      FROM unnest(p_keys, p_fences, p_holders) WITH ORDINALITY AS u (key, fence, holder, ordinal)
+      FROM unnest(p_keys, p_resources, p_fingerprints, p_lease_resources, p_fences, p_holders)
+        WITH ORDINALITY AS u (key, resource, fingerprint, lease_resource, fence, holder, ordinal)
       LEFT JOIN effect_action a ON a.key = u.key
       ORDER BY u.ordinal;
 END $$;

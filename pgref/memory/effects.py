@@ -1,0 +1,495 @@
+"""The side-effect gate in plain Python: semantics.md, section 1, made executable (G1-G27).
+
+An entry is frozen. Judging functions are pure; a method reads one entry, judges, and writes its successor (history
+and evidence included) in one assignment under the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
+from threading import Lock
+from uuid import UUID, uuid4
+
+from pgref.clock import Clock, SystemClock
+from pgref.contracts.effects import (
+    Action,
+    Contended,
+    Done,
+    EffectRecord,
+    Evidence,
+    Granted,
+    HistoryEntry,
+    InFlight,
+    Lease,
+    Outcome,
+    ReconcileClaim,
+    Renewal,
+    Resolution,
+    RetrySafety,
+    Ruling,
+    State,
+    Uncertain,
+)
+from pgref.errors import (
+    FenceError,
+    FenceStale,
+    FingerprintMismatch,
+    LeaseLost,
+    NotHolder,
+    NotUncertain,
+    ReconcileTaken,
+    Refused,
+    ResourceMismatch,
+    UnsafeNotRetryable,
+)
+from pgref.keys import valid_key, valid_limit, valid_text, valid_ttl
+
+__all__ = ["MemoryEffectStore"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(EffectRecord):
+    """A key: its public record and what authorises calls on it."""
+
+    holder: UUID
+    released: bool = False
+    ruled_not_applied: bool = False
+    due_at: datetime | None = None
+    claim: ReconcileClaim | None = None
+    history: tuple[HistoryEntry, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Resource:
+    """``fence`` is the highest ever minted (grants and claims), ``granted_fence`` that of the newest grant."""
+
+    fence: int = 0
+    granted_fence: int = 0
+    key: str = ""
+
+
+class MemoryEffectStore:
+    """An `EffectStore` in this process's memory."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._lock = Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._resources: dict[str, _Resource] = {}
+
+    # Asking
+
+    def acquire(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> Outcome:
+        """Ask to run ``action``, judged in the order done, uncertain, in flight, contended, grant (G1-G9)."""
+        ttl = timedelta(seconds=valid_ttl(ttl_seconds))
+        holder = holder or uuid4()
+        with self._lock:
+            now = self._now()
+            entry = self._flip_if_expired(self._entry_of(action), now)
+            rival = self._rival(action.resource, action.key)
+            standing = _judge(entry, rival, (action.resource, holder), now)
+            if standing is not None:
+                return standing
+            self._flip_if_expired(rival, now)
+            fence = self._resource(action.resource).fence + 1
+            granted = _granted(action, entry, Lease(action.resource, fence, holder, now + ttl), now)
+            self._resources[action.resource] = _Resource(fence, fence, action.key)
+            self._put(granted)
+            return _grant_of(granted)
+
+    # Calls that need a lease
+
+    def complete(self, action: Action, lease: Lease, result: str | None = None) -> str | None:
+        """Record that it happened and return the result that stands, the first one (G12, G16, G17)."""
+        _valid_result(result)
+        with self._lock:
+            now = self._now()
+            entry = self._entry_of(action)
+            if entry is not None and entry.state is State.DONE:
+                return entry.result
+            try:
+                attempt = _must(_may_complete, self._attempt(action, lease, entry))
+            except FenceError:
+                self._keep_evidence(entry, Evidence(now, lease.fence, lease.holder, result))
+                raise
+            self._put(_completed(attempt, result, now))
+            return result
+
+    def renew(self, action: Action, lease: Lease, ttl_seconds: float) -> Lease:
+        """Extend the lease to now + ``ttl_seconds`` (G13)."""
+        ttl = timedelta(seconds=valid_ttl(ttl_seconds))
+        with self._lock:
+            return self._renew(action, lease, ttl, self._now())
+
+    def renew_many(self, leases: Sequence[tuple[Action, Lease]], ttl_seconds: float) -> list[Renewal]:
+        """Extend many leases at once. Answers stand in the order asked; nothing is ever busy here."""
+        ttl = timedelta(seconds=valid_ttl(ttl_seconds))
+        with self._lock:
+            now = self._now()
+            return [self._renewal(action, lease, ttl, now) for action, lease in leases]
+
+    def _renewal(self, action: Action, lease: Lease, ttl: timedelta, now: datetime) -> Renewal:
+        try:
+            self._renew(action, lease, ttl, now)
+        except Refused:
+            return Renewal.LOST
+        return Renewal.RENEWED
+
+    def _renew(self, action: Action, lease: Lease, ttl: timedelta, now: datetime) -> Lease:
+        entry = self._attempt(action, lease, self._entry_of(action))
+        _must(lambda e: _is_live(e, now), entry)
+        self._put(replace(entry, expires_at=now + ttl))
+        return replace(lease, expires_at=now + ttl)
+
+    def mark_uncertain(self, action: Action, lease: Lease, reason: str, *, by: str = "") -> None:
+        """Say that it may have happened (G14). The resource stays held until release or expiry."""
+        valid_text(reason, "reason")
+        valid_text(by, "by")
+        with self._lock:
+            now = self._now()
+            entry = _intent(action, lease, self._entry_of(action))
+            if entry.state is not State.UNCERTAIN:
+                _must(lambda e: e.state is State.IN_FLIGHT, entry)
+                self._put(_uncertain(entry, now, "marked", by=by, why=reason))
+
+    def release(self, action: Action, lease: Lease) -> None:
+        """Free the resource and leave the intent (G15)."""
+        with self._lock:
+            self._put(replace(self._attempt(action, lease, self._entry_of(action)), released=True))
+
+    def abandon(self, action: Action, lease: Lease, *, due_in_seconds: float | None = None) -> None:
+        """Withdraw the intent, since it did not happen (G15). A key with a payload can be made due again."""
+        due_in = None if due_in_seconds is None else timedelta(seconds=valid_ttl(due_in_seconds, "due_in_seconds"))
+        with self._lock:
+            now = self._now()
+            entry = _intent(action, lease, self._entry_of(action))
+            if entry.state is not State.FREE:
+                _must(lambda e: _is_live(e, now), entry)
+                due_at = now + due_in if due_in is not None and entry.payload is not None else None
+                self._put(replace(entry, state=State.FREE, due_at=due_at))
+
+    # Reconciliation
+
+    def begin_reconcile(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> ReconcileClaim:
+        """Claim the right to look into an uncertain key (G18), with a fence to seal the sink with (G27)."""
+        ttl = timedelta(seconds=valid_ttl(ttl_seconds))
+        holder = holder or uuid4()
+        with self._lock:
+            now = self._now()
+            entry = _must_be_uncertain(action, self._flip_if_expired(self._entry_of(action), now))
+            standing = _standing_claim(entry, holder, now)
+            if standing is not None:
+                return standing
+            claim = ReconcileClaim(entry.key, entry.resource, self._mint_seal(entry, now), holder, now + ttl)
+            self._put(replace(entry, claim=claim))
+            return claim
+
+    def _mint_seal(self, entry: _Entry, now: datetime) -> int:
+        resource = self._resource(entry.resource)
+        rival = self._rival(entry.resource, entry.key)
+        if rival is not None and now < rival.expires_at:
+            # A fence above a live holder's would make the sink refuse that holder.
+            return resource.granted_fence
+        self._resources[entry.resource] = replace(resource, fence=resource.fence + 1)
+        return resource.fence + 1
+
+    def resolve_uncertain(self, action: Action, resolution: Resolution) -> Ruling:
+        """Rule on an uncertain key and return the ruling that stands, the first one (G19, G20)."""
+        _valid_result(resolution.result)
+        with self._lock:
+            now = self._now()
+            found = self._flip_if_expired(self._entry_of(action), now)
+            standing = _standing_ruling(found)
+            if standing is not None:
+                return standing
+            entry = _must_be_uncertain(action, found)
+            _refuse_unsafe(entry, resolution)
+            self._put(_ruled(entry, resolution, now))
+            return Ruling(resolution.applied, resolution.result)
+
+    # Looking
+
+    def lookup(self, key: str) -> EffectRecord | None:
+        """Return what is known of ``key``. An expired intent shows as in flight until it is flipped."""
+        valid_key(key, "key")
+        with self._lock:
+            entry = self._entries.get(key)
+        return entry and _record(entry)
+
+    def history(self, key: str) -> list[HistoryEntry]:
+        """Return the marks, expiries and rulings of ``key``, oldest first (G21)."""
+        valid_key(key, "key")
+        with self._lock:
+            entry = self._entries.get(key)
+        return list(entry.history) if entry else []
+
+    def evidence(self, key: str) -> list[Evidence]:
+        """Return the refused late completions of ``key``, oldest first (G17)."""
+        valid_key(key, "key")
+        with self._lock:
+            entry = self._entries.get(key)
+        return list(entry.evidence) if entry else []
+
+    def backlog(self, limit: int) -> list[EffectRecord]:
+        """Return up to ``limit`` uncertain keys, the oldest first."""
+        valid_limit(limit)
+        with self._lock:
+            return [_record(entry) for entry in self._uncertain_entries()[:limit]]
+
+    def unclaimed_backlog(self, limit: int) -> list[EffectRecord]:
+        """Return up to ``limit`` uncertain keys that no reconciler holds, the oldest first."""
+        valid_limit(limit)
+        with self._lock:
+            now = self._now()
+            free = [e for e in self._uncertain_entries() if e.claim is None or now >= e.claim.expires_at]
+        return [_record(entry) for entry in free[:limit]]
+
+    def _uncertain_entries(self) -> list[_Entry]:
+        found = [(e.uncertain_at, e.key, e) for e in self._entries.values() if e.uncertain_at is not None]
+        return [entry for _, _, entry in sorted(found, key=lambda item: item[:2])]
+
+    # Sweeping
+
+    def expire_intents(self, limit: int) -> int:
+        """Turn up to ``limit`` expired intents uncertain (G3). Return how many."""
+        valid_limit(limit)
+        with self._lock:
+            now = self._now()
+            expired = [e for e in self._entries.values() if e.state is State.IN_FLIGHT and now >= e.expires_at]
+            chosen = sorted(expired, key=lambda e: (e.granted_at, e.key))[:limit]
+            for entry in chosen:
+                self._flip_if_expired(entry, now)
+            return len(chosen)
+
+    def claim_due(self, limit: int, again_after_seconds: float) -> list[EffectRecord]:
+        """Return up to ``limit`` free keys that are due, and each again after ``again_after_seconds``."""
+        valid_limit(limit)
+        again_after = timedelta(seconds=valid_ttl(again_after_seconds, "again_after_seconds"))
+        with self._lock:
+            now = self._now()
+            due = [(e.due_at, e.key, e) for e in self._entries.values() if e.due_at is not None and e.due_at <= now]
+            chosen = [entry for _, _, entry in sorted(due, key=lambda item: item[:2])[:limit]]
+            for entry in chosen:
+                self._put(replace(entry, due_at=now + again_after))
+        return [_record(entry) for entry in chosen]
+
+    # Reading and writing; the lock is held
+
+    def _now(self) -> datetime:
+        return self._clock.now() or SystemClock().now()
+
+    def _entry_of(self, action: Action) -> _Entry | None:
+        entry = self._entries.get(action.key)
+        if entry is not None and _differ(entry.fingerprint, action.fingerprint):
+            raise FingerprintMismatch(f"{action.key!r} is known for another input", key=action.key)
+        return entry
+
+    def _resource(self, name: str) -> _Resource:
+        return self._resources.get(name, _Resource())
+
+    def _rival(self, resource: str, key: str) -> _Entry | None:
+        """Return the entry of another key that holds ``resource``, be its lease live or expired."""
+        state = self._resource(resource)
+        entry = None if state.key == key else self._entries.get(state.key)
+        return entry if entry is not None and _holds(entry, resource, state) else None
+
+    def _attempt(self, action: Action, lease: Lease, entry: _Entry | None) -> _Entry:
+        """Return ``entry`` if ``lease`` is its attempt's and the newest of the resource (G11)."""
+        _refuse_other_resource(action, lease)
+        seen = self._resource(action.resource).granted_fence
+        if lease.fence != seen:
+            raise _stale(action, lease, seen)
+        return _must_be_holder(action, lease, entry)
+
+    def _put(self, entry: _Entry) -> None:
+        self._entries[entry.key] = entry
+
+    def _flip_if_expired(self, entry: _Entry | None, now: datetime) -> _Entry | None:
+        if entry is None or entry.state is not State.IN_FLIGHT or now < entry.expires_at:
+            return entry
+        flipped = _uncertain(entry, now, "expired", by="store", why="lease expired")
+        self._put(flipped)
+        return flipped
+
+    def _keep_evidence(self, entry: _Entry | None, late: Evidence) -> None:
+        if entry is None or any((e.fence, e.holder) == (late.fence, late.holder) for e in entry.evidence):
+            return
+        self._put(replace(entry, evidence=(*entry.evidence, late)))
+
+
+# Judging
+
+
+def _judge(entry: _Entry | None, rival: _Entry | None, asker: tuple[str, UUID], now: datetime) -> Outcome | None:
+    """Done > uncertain > in flight > contended > grant, which is None."""
+    match entry:
+        case _Entry(state=State.DONE, result=result):
+            return Done(result)
+        case _Entry(state=State.UNCERTAIN, reason=str(reason), uncertain_at=datetime() as since):
+            return Uncertain(reason, since)
+        case _Entry(state=State.IN_FLIGHT):
+            same = (entry.resource, entry.holder) == asker
+            return _grant_of(entry) if same else InFlight(_seconds_left(entry, now))
+    if rival is not None and now < rival.expires_at:
+        return Contended(_seconds_left(rival, now))
+    return None
+
+
+def _differ(known: str | None, asked: str | None) -> bool:
+    return known is not None and asked is not None and known != asked
+
+
+def _holds(entry: _Entry, resource: str, state: _Resource) -> bool:
+    newest = entry.resource == resource and entry.fence == state.granted_fence
+    return newest and entry.state in {State.IN_FLIGHT, State.UNCERTAIN} and not entry.released
+
+
+def _seconds_left(entry: _Entry, now: datetime) -> float:
+    return (entry.expires_at - now).total_seconds()
+
+
+def _is_live(entry: _Entry, now: datetime) -> bool:
+    return entry.state is State.IN_FLIGHT and now < entry.expires_at
+
+
+def _may_complete(entry: _Entry) -> bool:
+    """In flight, though expired; or uncertain by that very expiry, not by a mark (G16)."""
+    return entry.state is State.IN_FLIGHT or (entry.state is State.UNCERTAIN and entry.expired)
+
+
+def _must(judge: Callable[[_Entry], bool], entry: _Entry) -> _Entry:
+    if not judge(entry):
+        raise LeaseLost(f"the intent of {entry.key!r} no longer stands", key=entry.key)
+    return entry
+
+
+def _intent(action: Action, lease: Lease, entry: _Entry | None) -> _Entry:
+    """Return ``entry`` if ``lease`` is its attempt's, whoever has the resource now (G15)."""
+    _refuse_other_resource(action, lease)
+    if entry is not None and lease.fence < entry.fence:
+        raise _stale(action, lease, entry.fence)
+    return _must_be_holder(action, lease, entry)
+
+
+def _refuse_other_resource(action: Action, lease: Lease) -> None:
+    if lease.resource != action.resource:
+        raise ResourceMismatch(f"lease on {lease.resource!r} used for {action.resource!r}", key=action.key)
+
+
+def _stale(action: Action, lease: Lease, seen: int) -> FenceStale:
+    message = f"fence {lease.fence} of {action.resource!r} is not the newest, {seen}"
+    return FenceStale(message, key=action.key, fence=lease.fence, seen=seen)
+
+
+def _must_be_holder(action: Action, lease: Lease, entry: _Entry | None) -> _Entry:
+    attempt = (lease.resource, lease.fence, lease.holder)
+    if entry is None or (entry.resource, entry.fence, entry.holder) != attempt:
+        raise NotHolder(f"the lease is not the one of {action.key!r}", key=action.key)
+    return entry
+
+
+def _must_be_uncertain(action: Action, entry: _Entry | None) -> _Entry:
+    if entry is None or entry.state is not State.UNCERTAIN:
+        state = entry and entry.state
+        raise NotUncertain(f"{action.key!r} is {state or 'unknown'}", key=action.key, state=state)
+    return entry
+
+
+def _standing_claim(entry: _Entry, holder: UUID, now: datetime) -> ReconcileClaim | None:
+    claim = entry.claim
+    if claim is None or now >= claim.expires_at:
+        return None
+    if claim.holder != holder:
+        seconds = (claim.expires_at - now).total_seconds()
+        raise ReconcileTaken(f"{entry.key!r} has a reconciler", key=entry.key, retry_after_seconds=seconds)
+    return claim
+
+
+def _standing_ruling(entry: _Entry | None) -> Ruling | None:
+    if entry is not None and entry.state is State.DONE:
+        return Ruling(applied=True, result=entry.result)
+    if entry is not None and entry.state is State.FREE and entry.ruled_not_applied:
+        return Ruling(applied=False, result=None)
+    return None
+
+
+def _refuse_unsafe(entry: _Entry, resolution: Resolution) -> None:
+    if not resolution.applied and not resolution.force_retryable and entry.retry_safety is RetrySafety.UNSAFE:
+        raise UnsafeNotRetryable(f"{entry.key!r} may not run again without force_retryable", key=entry.key)
+
+
+# Successors of an entry
+
+
+def _granted(action: Action, entry: _Entry | None, lease: Lease, now: datetime) -> _Entry:
+    return _Entry(
+        key=action.key,
+        resource=action.resource,
+        state=State.IN_FLIGHT,
+        fence=lease.fence,
+        attempt=entry.attempt + 1 if entry else 1,
+        retry_safety=action.retry_safety,
+        created_at=entry.created_at if entry else now,
+        granted_at=now,
+        expires_at=lease.expires_at,
+        uncertain_at=None,
+        completed_at=None,
+        expired=False,
+        fingerprint=action.fingerprint,
+        reason=None,
+        payload=action.payload,
+        result=None,
+        holder=lease.holder,
+        history=entry.history if entry else (),
+        evidence=entry.evidence if entry else (),
+    )
+
+
+def _grant_of(entry: _Entry) -> Granted:
+    return Granted(Lease(entry.resource, entry.fence, entry.holder, entry.expires_at), entry.attempt)
+
+
+def _completed(entry: _Entry, result: str | None, now: datetime) -> _Entry:
+    if entry.state is State.UNCERTAIN:
+        entry = _noted(entry, now, "completed_late", by="holder", why="")
+    return replace(_settled(entry), state=State.DONE, result=result, completed_at=now)
+
+
+def _uncertain(entry: _Entry, now: datetime, event: str, *, by: str, why: str) -> _Entry:
+    noted = _noted(entry, now, event, by=by, why=why)
+    return replace(noted, state=State.UNCERTAIN, reason=why, uncertain_at=now, expired=event == "expired")
+
+
+def _ruled(entry: _Entry, resolution: Resolution, now: datetime) -> _Entry:
+    by, why = resolution.by, resolution.why
+    if resolution.applied:
+        entry = _noted(_settled(entry), now, "ruled_applied", by=by, why=why)
+        return replace(entry, state=State.DONE, result=resolution.result, completed_at=now)
+    entry = _noted(_settled(entry), now, "ruled_not_applied", by=by, why=why)
+    if entry.retry_safety is RetrySafety.UNSAFE:
+        entry = _noted(entry, now, "forced", by=by, why=why)
+    due_at = now if entry.payload is not None else None
+    return replace(entry, state=State.FREE, ruled_not_applied=True, due_at=due_at)
+
+
+def _settled(entry: _Entry) -> _Entry:
+    return replace(entry, uncertain_at=None, reason=None, claim=None)
+
+
+def _noted(entry: _Entry, at: datetime, event: str, *, by: str, why: str) -> _Entry:
+    return replace(entry, history=(*entry.history, HistoryEntry(at, event, entry.fence, by, why)))
+
+
+def _record(entry: _Entry) -> EffectRecord:
+    return EffectRecord(**{field.name: getattr(entry, field.name) for field in fields(EffectRecord)})
+
+
+# Arguments
+
+
+def _valid_result(result: str | None) -> None:
+    if result is not None:
+        valid_text(result, "result")

@@ -1,0 +1,40 @@
+"""PostgreSQL keeps the guarantees that the executable specification keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from pgref.clock import Clock
+from pgref.conformance import EffectStoreConformance
+from pgref.contracts.effects import EffectStore
+from pgref.postgres import Stores
+
+
+class TestPostgresEffectStore(EffectStoreConformance):
+    @pytest.fixture
+    def conformance_backend(self, engine: sa.Engine, schema: str) -> Any:
+        return engine, schema
+
+    def make_store(self, clock: Clock) -> EffectStore:
+        engine, schema = self.backend
+        return Stores.open(engine, schema=schema, clock=clock).effects
+
+
+@pytest.fixture(scope="module")
+def serializable(engine: sa.Engine) -> Iterator[sa.Engine]:
+    default = r"-c default_transaction_isolation=serializable"
+    serializable = sa.create_engine(engine.url, connect_args={"options": default})
+    yield serializable
+    serializable.dispose()
+
+
+class TestPostgresEffectStoreOnSerializable(TestPostgresEffectStore):
+    """READ COMMITTED is ours, whatever the database's default is."""
+
+    @pytest.fixture
+    def conformance_backend(self, serializable: sa.Engine, schema: str) -> Any:
+        return serializable, schema
