@@ -1,0 +1,1 @@
+"""A shop whose workers are killed all the while: `python -m examples.worker.demo`."""
