@@ -7,21 +7,23 @@ import json
 import math
 import numbers
 import uuid
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from pgref.errors import InvalidArgument
 
 __all__ = [
+    "BATCH_MAX",
     "FENCE_MAX",
     "KEY_BYTES_MAX",
     "LIMIT_MAX",
     "TTL_SECONDS_MAX",
     "fingerprint",
     "idempotency_key",
+    "valid_batch",
     "valid_fence",
     "valid_key",
     "valid_limit",
@@ -29,6 +31,10 @@ __all__ = [
     "valid_ttl",
 ]
 
+T = TypeVar("T", bound=Hashable)
+
+BATCH_MAX = 1000
+"""Most actions that one call takes."""
 KEY_BYTES_MAX = 512
 FENCE_MAX = 2**63 - 1
 LIMIT_MAX = 100_000
@@ -88,6 +94,17 @@ def valid_limit(value: object, argument: str = "limit") -> int:
     if not 1 <= value <= LIMIT_MAX:
         raise InvalidArgument(f"{argument} must be 1 to {LIMIT_MAX}")
     return value
+
+
+def valid_batch(values: Sequence[T], argument: str, length: int | None = None) -> Sequence[T]:
+    """Return ``values`` if they are at most `BATCH_MAX`, distinct and ``length`` many, or raise `InvalidArgument`."""
+    if len(values) > BATCH_MAX:
+        raise InvalidArgument(f"{argument} must be at most {BATCH_MAX}, not {len(values)}")
+    if length is not None and len(values) != length:
+        raise InvalidArgument(f"{argument} must be {length}, one for each action, not {len(values)}")
+    if len(set(values)) != len(values):
+        raise InvalidArgument(f"{argument} must be distinct")
+    return values
 
 
 def fingerprint(request: object) -> str:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 from uuid import UUID
 
-from pgref.errors import InvalidArgument
+from pgref.errors import FingerprintMismatch, InvalidArgument, Refused
 from pgref.keys import valid_key, valid_text
 
 __all__ = [
@@ -242,6 +242,20 @@ class EffectStore(Protocol):
         ``holder`` (128 random bits, minted if absent) makes a repeated question get the same unexpired grant.
         """
 
+    def acquire_many(
+        self, actions: Sequence[Action], ttl_seconds: float, *, holders: Sequence[UUID] | None = None
+    ) -> list[Outcome | FingerprintMismatch]:
+        """Ask for up to `pgref.keys.BATCH_MAX` actions, each key once, at once; the answers stand in the order asked.
+
+        Each is what `acquire` would answer, one after another. A mismatch is an answer here, not raised.
+        """
+
+    def complete_many(self, completions: Sequence[tuple[Action, Lease, str | None]]) -> list[str | Refused | None]:
+        """Record up to `pgref.keys.BATCH_MAX` completions, each key once.
+
+        For each, in the order asked: the result that stands, or the refusal, which is not raised here.
+        """
+
     def complete(self, action: Action, lease: Lease, result: str | None = None) -> str | None:
         """Record that it happened and return the result that stands, the first one (G12, G16).
 
@@ -275,6 +289,18 @@ class EffectStore(Protocol):
         """Rule on an uncertain key and return the ruling that stands, the first one (G19, G20).
 
         *Not applied* makes a key with a payload due at once. Raises `NotUncertain` or `UnsafeNotRetryable`.
+        """
+
+    def raise_fences(self, floor: int, *, by: str = "", why: str = "") -> int:
+        """Let no later grant of any resource be at or below ``floor``, and turn every live intent uncertain (G28).
+
+        For an operator after a failover or restore that may have lost commits. Returns how many intents were turned.
+        """
+
+    def retain(self, older_than_seconds: float, limit: int) -> int:
+        """Remove up to ``limit`` keys done for longer than that, each with its history (G25). Return how many.
+
+        Uncertain, in-flight and free keys are never removed, fences never lowered, locked rows skipped.
         """
 
     def lookup(self, key: str) -> EffectRecord | None:

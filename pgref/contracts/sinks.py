@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-__all__ = ["FencedSink"]
+__all__ = ["FencedSink", "SealableSink"]
 
 Connection_co = TypeVar("Connection_co", covariant=True)
 T = TypeVar("T")
@@ -23,3 +23,13 @@ class FencedSink(Protocol[Connection_co]):
 
     def seen_fence(self, resource: str) -> int:
         """Return the highest fence seen for ``resource``, 0 if none."""
+
+
+class SealableSink(FencedSink[Connection_co], Protocol[Connection_co]):
+    """A fenced sink that can be sealed, so that what a probe sees afterwards is final (G27)."""
+
+    def seal(self, resource: str, fence: int) -> None:
+        """Raise the seen fence to ``fence`` without writing: lower writers are refused from now on.
+
+        Raises `FenceStale` if a higher one was seen, and `InvalidArgument`.
+        """

@@ -31,7 +31,8 @@ from pgref.contracts.effects import (
     State,
     Uncertain,
 )
-from pgref.keys import valid_key, valid_limit, valid_text, valid_ttl
+from pgref.errors import FingerprintMismatch, Refused
+from pgref.keys import valid_batch, valid_fence, valid_key, valid_limit, valid_text, valid_ttl
 from pgref.postgres._connection import Database
 from pgref.postgres._errors import refusal, sqlstate
 from pgref.postgres.schema import quoted
@@ -80,24 +81,66 @@ class PostgresEffectStore:
             ttl,
             self._clock.now(),
         )
-        match answer.verdict:
-            case "granted":
-                return Granted(Lease(action.resource, answer.fence, holder, answer.at), answer.attempt)
-            case "done":
-                return Done(answer.value)
-            case "uncertain":
-                return Uncertain(answer.value or "", answer.at)
-            case "in_flight":
-                return InFlight(answer.seconds)
-            case "contended":
-                return Contended(answer.seconds)
-        raise refusal(answer.verdict, action.key)
+        return _outcome(answer, action, holder)
+
+    def acquire_many(
+        self, actions: Sequence[Action], ttl_seconds: float, *, holders: Sequence[UUID] | None = None
+    ) -> list[Outcome | FingerprintMismatch]:
+        ttl = _interval(ttl_seconds)
+        holders = [uuid.uuid4() for _ in actions] if holders is None else valid_batch(holders, "holders", len(actions))
+        valid_batch([action.key for action in actions], "actions")
+        rows = self._rows(
+            "acquire_many",
+            [action.key for action in actions],
+            [action.resource for action in actions],
+            [action.fingerprint for action in actions],
+            [action.retry_safety is RetrySafety.SAFE for action in actions],
+            [action.payload for action in actions],
+            holders,
+            ttl,
+            self._clock.now(),
+        )
+        answers = {ordinal: _Answer(*row) for ordinal, *row in rows}
+        return [
+            self._one_of_many(answers[ordinal], action, holder, ttl_seconds)
+            for ordinal, (action, holder) in enumerate(zip(actions, holders, strict=True), 1)
+        ]
+
+    def _one_of_many(
+        self, answer: _Answer, action: Action, holder: UUID, ttl_seconds: float
+    ) -> Outcome | FingerprintMismatch:
+        try:
+            if answer.verdict == "again":
+                return self.acquire(action, ttl_seconds, holder=holder)
+            return _outcome(answer, action, holder)
+        except FingerprintMismatch as mismatch:
+            return mismatch
 
     def complete(self, action: Action, lease: Lease, result: str | None = None) -> str | None:
         answer = self._ask("complete", *_credentials(action, lease), _valid_result(result), self._clock.now())
         if answer.verdict in {"completed", "done"}:
             return answer.value
         raise _lease_refusal(answer, action, lease)
+
+    def complete_many(self, completions: Sequence[tuple[Action, Lease, str | None]]) -> list[str | Refused | None]:
+        valid_batch([action.key for action, _, _ in completions], "completions")
+        rows = self._rows(
+            "complete_many",
+            *_columns([(action, lease) for action, lease, _ in completions]),
+            [_valid_result(result) for _, _, result in completions],
+            self._clock.now(),
+        )
+        again = {ordinal for ordinal, verdict in rows if verdict == "again"}
+        return [
+            self._alone(*completion) if ordinal in again else completion[2]
+            for ordinal, completion in enumerate(completions, 1)
+        ]
+
+    def _alone(self, action: Action, lease: Lease, result: str | None) -> str | Refused | None:
+        try:
+            return self.complete(action, lease, result)
+        except Refused as refused:
+            return refused
 
     def complete_within(
         self, connection: sa.Connection, action: Action, lease: Lease, result: str | None = None
@@ -125,12 +168,7 @@ class PostgresEffectStore:
     def renew_many(self, leases: Sequence[tuple[Action, Lease]], ttl_seconds: float) -> list[Renewal]:
         rows = self._rows(
             "renew_many",
-            [action.key for action, _ in leases],
-            [action.resource for action, _ in leases],
-            [action.fingerprint for action, _ in leases],
-            [lease.resource for _, lease in leases],
-            [lease.fence for _, lease in leases],
-            [lease.holder for _, lease in leases],
+            *_columns(leases),
             _interval(ttl_seconds),
             self._clock.now(),
         )
@@ -171,6 +209,17 @@ class PostgresEffectStore:
         if answer.verdict in {"applied", "not_applied"}:
             return Ruling(answer.verdict == "applied", answer.value)
         raise _ruling_refusal(answer, action)
+
+    def raise_fences(self, floor: int, *, by: str = "", why: str = "") -> int:
+        rows = self._rows(
+            "raise_fences", valid_fence(floor, "floor"), valid_text(by, "by"), valid_text(why, "why"), self._clock.now()
+        )
+        return int(rows[0][0])
+
+    def retain(self, older_than_seconds: float, limit: int) -> int:
+        older_than = _interval(older_than_seconds, "older_than_seconds")
+        rows = self._rows("retain", older_than, valid_limit(limit), self._clock.now())
+        return int(rows[0][0])
 
     def lookup(self, key: str) -> EffectRecord | None:
         records = self._records("lookup", valid_key(key, "key"))
@@ -218,6 +267,27 @@ class PostgresEffectStore:
 
 def _credentials(action: Action, lease: Lease) -> tuple[object, ...]:
     return (action.key, action.resource, action.fingerprint, lease.resource, lease.fence, lease.holder)
+
+
+def _columns(leases: Sequence[tuple[Action, Lease]]) -> tuple[list[object], ...]:
+    """Turn credentials into the arrays that the functions for many take."""
+    columns = zip(*(_credentials(action, lease) for action, lease in leases), strict=True)
+    return tuple(list(column) for column in columns) or ([],) * 6
+
+
+def _outcome(answer: _Answer, action: Action, holder: UUID) -> Outcome:
+    match answer.verdict:
+        case "granted":
+            return Granted(Lease(action.resource, answer.fence, holder, answer.at), answer.attempt)
+        case "done":
+            return Done(answer.value)
+        case "uncertain":
+            return Uncertain(answer.value or "", answer.at)
+        case "in_flight":
+            return InFlight(answer.seconds)
+        case "contended":
+            return Contended(answer.seconds)
+    raise refusal(answer.verdict, action.key)
 
 
 def _interval(seconds: float, argument: str = "ttl_seconds") -> timedelta:

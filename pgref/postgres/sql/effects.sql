@@ -84,9 +84,9 @@ BEGIN
     -- Nothing speaks against a grant: lock, and go back to the first look if anything has moved since.
     IF r.resource IS NULL THEN
       INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
-        VALUES (p_resource, 1, 1, p_key) ON CONFLICT DO NOTHING;
+        SELECT p_resource, fence_floor + 1, fence_floor + 1, p_key FROM effect_store
+        ON CONFLICT DO NOTHING RETURNING fence INTO v.fence;
       CONTINUE WHEN NOT FOUND;
-      v.fence := 1;
     ELSE
       PERFORM FROM effect_resource
         WHERE resource = p_resource AND fence = r.fence AND granted_fence = r.granted_fence FOR UPDATE;
@@ -137,6 +137,132 @@ BEGIN
     v.verdict := 'granted'; v.at := t + p_ttl;
     RETURN v;
   END LOOP;
+END $$;
+
+
+-- What acquire would say of each, as of p_now and of the caller's snapshot; NULL where nothing speaks against a grant.
+CREATE OR REPLACE FUNCTION effect_judge_many(
+  p_keys text[], p_resources text[], p_fingerprints text[], p_holders uuid[], p_now timestamptz
+) RETURNS TABLE (ordinal bigint, verdict text, fence bigint, at timestamptz, attempt integer, value text, seconds double precision)
+LANGUAGE sql STABLE SET search_path FROM CURRENT
+BEGIN ATOMIC
+  SELECT u.ordinal,
+    CASE
+      WHEN a.fingerprint <> u.fingerprint THEN 'fingerprint_mismatch'
+      WHEN a.state = 3 THEN 'done'
+      WHEN a.state = 2 THEN 'uncertain'
+      WHEN a.state = 1 AND p_now >= a.expires_at THEN 'expired'
+      WHEN a.state = 1 AND a.holder = u.holder AND a.resource = u.resource THEN 'granted'
+      WHEN a.state = 1 THEN 'in_flight'
+      WHEN effect_is_held(h, r) AND p_now < h.expires_at THEN 'contended'
+    END,
+    a.fence,
+    CASE a.state WHEN 1 THEN a.expires_at ELSE a.uncertain_at END,
+    a.attempt,
+    CASE a.state WHEN 3 THEN a.result ELSE a.reason END,
+    extract(epoch FROM CASE a.state WHEN 1 THEN a.expires_at ELSE h.expires_at END - p_now)::double precision
+  FROM unnest(p_keys, p_resources, p_fingerprints, p_holders) WITH ORDINALITY
+    AS u (key, resource, fingerprint, holder, ordinal)
+  LEFT JOIN effect_action a ON a.key = u.key
+  LEFT JOIN effect_resource r ON r.resource = u.resource
+  LEFT JOIN effect_action h ON h.key = r.action_key AND h.key <> u.key;
+END;
+
+
+-- Many at once: look first; lock the resources and then the actions of what may be granted, each in its own order;
+-- judge again and write. The keys are distinct. The first asked of one resource gets it. 'again': ask for it alone.
+CREATE OR REPLACE FUNCTION effect_acquire_many(
+  p_keys text[], p_resources text[], p_fingerprints text[], p_retry_safe boolean[], p_payloads text[],
+  p_holders uuid[], p_ttl interval, p_now timestamptz DEFAULT NULL
+) RETURNS TABLE (ordinal bigint, verdict text, fence bigint, at timestamptz, attempt integer, value text, seconds double precision)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+  t timestamptz := coalesce(p_now, clock_timestamp());
+  v_open bigint[];
+BEGIN
+  RETURN QUERY
+    SELECT * FROM effect_judge_many(p_keys, p_resources, p_fingerprints, p_holders, t) j
+      WHERE j.verdict IS DISTINCT FROM 'expired' AND j.verdict IS NOT NULL;
+  SELECT array_agg(j.ordinal) INTO v_open FROM effect_judge_many(p_keys, p_resources, p_fingerprints, p_holders, t) j
+    WHERE j.verdict IS NOT DISTINCT FROM 'expired' OR j.verdict IS NULL;
+  IF v_open IS NULL THEN
+    RETURN;
+  END IF;
+
+  INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
+    SELECT DISTINCT p_resources[o], s.fence_floor, s.fence_floor, '' FROM unnest(v_open) o, effect_store s ORDER BY 1
+    ON CONFLICT DO NOTHING;
+  PERFORM FROM effect_resource WHERE resource IN (SELECT p_resources[o] FROM unnest(v_open) o)
+    ORDER BY resource FOR UPDATE;
+  PERFORM FROM effect_action WHERE key IN (
+      SELECT p_keys[o] FROM unnest(v_open) o
+      UNION ALL
+      SELECT r.action_key FROM unnest(v_open) o JOIN effect_resource r ON r.resource = p_resources[o])
+    ORDER BY key FOR UPDATE;
+  t := coalesce(p_now, clock_timestamp());
+
+  WITH expired AS (
+    SELECT a.key FROM unnest(v_open) o JOIN effect_action a ON a.key = p_keys[o]
+      WHERE a.state = 1 AND t >= a.expires_at
+    UNION
+    SELECT h.key FROM unnest(v_open) o JOIN effect_resource r ON r.resource = p_resources[o]
+      JOIN effect_action h ON h.key = r.action_key
+      WHERE h.state = 1 AND t >= h.expires_at AND effect_is_held(h, r)
+  ), flipped AS (
+    UPDATE effect_action a SET state = 2, expired = true, reason = 'lease expired', uncertain_at = t
+      FROM expired e WHERE a.key = e.key AND a.state = 1 RETURNING a.key, a.fence
+  )
+  INSERT INTO effect_history (key, at, event, fence, "by", why)
+    SELECT key, t, 'expired', fence, 'store', 'lease expired' FROM flipped;
+
+  RETURN QUERY
+    WITH judged AS (
+      SELECT o.ordinal AS asked, j.*,
+          row_number() OVER (PARTITION BY j.verdict IS NULL, p_resources[o.ordinal] ORDER BY o.ordinal) = 1 AS first
+        FROM effect_judge_many(
+          ARRAY(SELECT p_keys[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
+          ARRAY(SELECT p_resources[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
+          ARRAY(SELECT p_fingerprints[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
+          ARRAY(SELECT p_holders[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
+          t) j
+        JOIN unnest(v_open) WITH ORDINALITY o (ordinal, n) ON o.n = j.ordinal
+    ), chosen AS (
+      SELECT j.asked, j.attempt AS known, r.fence + 1 AS new_fence FROM judged j
+        JOIN effect_resource r ON r.resource = p_resources[j.asked]
+        WHERE j.verdict IS NULL AND j.first
+    ), made AS (
+      INSERT INTO effect_action (
+          key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at)
+        SELECT p_keys[asked], p_resources[asked], p_fingerprints[asked], p_retry_safe[asked], p_payloads[asked],
+            1, 1, new_fence, p_holders[asked], t, t, t + p_ttl
+          FROM chosen WHERE known IS NULL ORDER BY p_keys[asked]
+        ON CONFLICT DO NOTHING
+        RETURNING key
+    ), granted_again AS (
+      UPDATE effect_action a SET
+          resource = p_resources[asked], fingerprint = p_fingerprints[asked], retry_safe = p_retry_safe[asked],
+          payload = p_payloads[asked], state = 1, attempt = a.attempt + 1, fence = new_fence, holder = p_holders[asked],
+          granted_at = t, expires_at = t + p_ttl, released = false, expired = false, ruling = NULL, due_at = NULL
+        FROM chosen c WHERE a.key = p_keys[c.asked] AND a.state = 0 AND a.attempt = c.known
+        RETURNING a.key
+    ), granted AS (
+      SELECT c.* FROM chosen c
+        WHERE p_keys[c.asked] IN (SELECT key FROM made UNION ALL SELECT key FROM granted_again)
+    ), taken AS (
+      UPDATE effect_resource r SET fence = g.new_fence, granted_fence = g.new_fence, action_key = p_keys[g.asked]
+        FROM granted g WHERE r.resource = p_resources[g.asked] AND r.fence = g.new_fence - 1
+        RETURNING r.resource
+    )
+    SELECT j.asked,
+        CASE WHEN j.verdict IS NOT NULL THEN j.verdict WHEN g.asked IS NOT NULL THEN 'granted'
+          WHEN j.first THEN 'again' ELSE 'contended' END,
+        coalesce(g.new_fence, j.fence),
+        CASE WHEN g.asked IS NULL THEN j.at ELSE t + p_ttl END,
+        CASE WHEN g.asked IS NULL THEN j.attempt ELSE coalesce(g.known, 0) + 1 END,
+        j.value,
+        coalesce(j.seconds, extract(epoch FROM p_ttl)::double precision)
+      FROM judged j LEFT JOIN granted g ON g.asked = j.asked;
 END $$;
 
 
@@ -216,6 +342,31 @@ BEGIN
       ON CONFLICT DO NOTHING;
   END IF;
   RETURN v;
+END $$;
+
+
+-- Many at once. What is not the plain completion of an attempt in flight is answered 'again': ask for it alone.
+CREATE OR REPLACE FUNCTION effect_complete_many(
+  p_keys text[], p_resources text[], p_fingerprints text[], p_lease_resources text[], p_fences bigint[], p_holders uuid[],
+  p_results text[], p_now timestamptz DEFAULT NULL
+) RETURNS TABLE (ordinal bigint, verdict text)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+BEGIN
+  PERFORM FROM effect_action WHERE key = ANY (p_keys) ORDER BY key FOR UPDATE;
+  RETURN QUERY
+    WITH asked AS (
+      SELECT * FROM unnest(p_keys, p_resources, p_fingerprints, p_lease_resources, p_fences, p_holders, p_results)
+        WITH ORDINALITY AS u (key, resource, fingerprint, lease_resource, fence, holder, result, ordinal)
+    ), completed AS (
+      UPDATE effect_action a SET state = 3, result = u.result, completed_at = coalesce(p_now, clock_timestamp())
+        FROM asked u
+        WHERE a.key = u.key AND a.state = 1 AND NOT a.released AND a.fence = u.fence AND a.holder = u.holder
+          AND a.resource = u.resource AND u.resource = u.lease_resource AND (a.fingerprint = u.fingerprint) IS NOT FALSE
+        RETURNING a.key
+    )
+    SELECT u.ordinal, CASE WHEN c.key IS NULL THEN 'again' ELSE 'completed' END
+      FROM asked u LEFT JOIN completed c ON c.key = u.key;
 END $$;
 
 
@@ -495,7 +646,7 @@ DECLARE
   v_oldest timestamptz;
   v_count integer;
 BEGIN
-  SELECT granted_before INTO v_watermark FROM effect_watermark;
+  SELECT granted_before INTO v_watermark FROM effect_store;
   WITH found AS (
     SELECT key FROM effect_action
       WHERE granted_at >= v_watermark AND state = 1 AND expires_at <= t
@@ -512,7 +663,7 @@ BEGIN
     WHERE granted_at >= v_watermark AND state = 1 ORDER BY granted_at LIMIT 1;
   v_oldest := least(v_oldest, t - interval '10 minutes');
   IF v_oldest > v_watermark + interval '1 minute' THEN
-    UPDATE effect_watermark SET granted_before = v_oldest WHERE granted_before < v_oldest;
+    UPDATE effect_store SET granted_before = v_oldest WHERE granted_before < v_oldest;
   END IF;
   RETURN v_count;
 END $$;
@@ -530,6 +681,52 @@ BEGIN
       SELECT key FROM effect_action WHERE due_at <= t AND state = 0 ORDER BY due_at LIMIT p_limit FOR UPDATE SKIP LOCKED
     )
     UPDATE effect_action a SET due_at = t + p_again_after FROM found WHERE a.key = found.key AND a.state = 0 RETURNING a.*;
+END $$;
+
+
+-- After a failover that may have lost commits: no later grant at or below the floor, no intent of before trusted (G28).
+-- The table locks make grants under way finish first and later ones see the floor.
+CREATE OR REPLACE FUNCTION effect_raise_fences(p_floor bigint, p_by text, p_why text, p_now timestamptz DEFAULT NULL)
+RETURNS integer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  t timestamptz;
+  v_count integer;
+BEGIN
+  LOCK TABLE effect_store, effect_resource, effect_action IN SHARE ROW EXCLUSIVE MODE;
+  t := coalesce(p_now, clock_timestamp());
+  UPDATE effect_store SET fence_floor = p_floor WHERE fence_floor < p_floor;
+  UPDATE effect_resource SET fence = p_floor WHERE fence < p_floor;
+  WITH turned AS (
+    UPDATE effect_action SET state = 2, expired = false, reason = 'fences raised', uncertain_at = t WHERE state = 1
+      RETURNING key, fence
+  )
+  INSERT INTO effect_history (key, at, event, fence, "by", why)
+    SELECT key, t, 'fences_raised', fence, p_by, p_why FROM turned;
+  GET DIAGNOSTICS v_count = ROW_COUNT;
+  RETURN v_count;
+END $$;
+
+
+-- Whole keys, done for longer than asked, the oldest first (G25). The row of the resource keeps its fence.
+CREATE OR REPLACE FUNCTION effect_retain(p_older_than interval, p_limit integer, p_now timestamptz DEFAULT NULL)
+RETURNS integer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+  v_before timestamptz := coalesce(p_now, clock_timestamp()) - p_older_than;
+  v_keys text[];
+BEGIN
+  WITH found AS (
+    SELECT key FROM effect_action
+      WHERE granted_at < v_before AND state = 3 AND completed_at < v_before
+      ORDER BY granted_at LIMIT p_limit FOR UPDATE SKIP LOCKED
+  ), removed AS (
+    DELETE FROM effect_action a USING found WHERE a.key = found.key AND a.state = 3 RETURNING a.key
+  )
+  SELECT array_agg(key) INTO v_keys FROM removed;
+  DELETE FROM effect_history WHERE key = ANY (v_keys);
+  DELETE FROM effect_evidence WHERE key = ANY (v_keys);
+  RETURN coalesce(cardinality(v_keys), 0);
 END $$;
 
 

@@ -75,12 +75,14 @@ CREATE TABLE effect_evidence (
   PRIMARY KEY (key, fence, holder)
 );
 
-CREATE TABLE effect_watermark (
+CREATE TABLE effect_store (
   granted_before timestamptz NOT NULL,
+  fence_floor bigint NOT NULL,
   one boolean PRIMARY KEY DEFAULT true CHECK (one)
 );
-INSERT INTO effect_watermark (granted_before) VALUES ('-infinity');
-COMMENT ON TABLE effect_watermark IS 'no action granted before this time is in flight';
+INSERT INTO effect_store (granted_before, fence_floor) VALUES ('-infinity', 0);
+COMMENT ON COLUMN effect_store.granted_before IS 'no action granted before this time is in flight';
+COMMENT ON COLUMN effect_store.fence_floor IS 'every fence is above this one';
 
 CREATE TABLE sink_fence (
   fence bigint NOT NULL,
