@@ -5,7 +5,7 @@ RUN := $(UV) run --frozen --all-extras
 .PHONY: demo test lint bench guarantees
 
 demo: $(UV)  ## the shop under kill -9; options in ARGS, e.g. ARGS="--orders 1000 --seed 7"
-	$(RUN) python -m examples.worker.demo $(ARGS)
+	LEASH=$$PPID $(RUN) python -m examples.worker.demo $(ARGS)
 
 test: $(UV)  ## all tests, on servers that they start themselves
 	$(RUN) pytest $(ARGS)

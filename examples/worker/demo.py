@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from examples.worker import fenced
+from examples.worker import fenced, leash
 from examples.worker.column import Column, Load, Pace, run
 from examples.worker.crew import Crew, DemoError, processor
 from examples.worker.load import deliveries, place
@@ -189,6 +190,8 @@ def keep(crew: Crew, column: Column, settings: Settings, progress: Progress) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    if ancestor := os.environ.get("LEASH"):
+        leash.follow(int(ancestor))
     progress = Progress(sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import ctypes
 import os
 import runpy
+import select
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-__all__ = ["command", "hold"]
+__all__ = ["command", "follow", "hold"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,6 +27,32 @@ def hold(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def follow(ancestor: int) -> None:
+    """Kill this process when ``ancestor``, or a process between it and this one, ends: make, its shell, uv.
+
+    Those may start us from a thread that ends before they do, which is when `hold` would act.
+    """
+    try:
+        descriptors = [os.pidfd_open(pid) for pid in _between(os.getppid(), ancestor)]
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=_end_with, args=(descriptors,), daemon=True).start()
+
+
+def _between(pid: int, ancestor: int) -> Iterator[int]:
+    while pid > 1:
+        yield pid
+        if pid == ancestor:
+            return
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        pid = int(stat.rpartition(")")[2].split()[1])
+
+
+def _end_with(descriptors: Sequence[int]) -> None:
+    select.select(descriptors, [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def command(module: str, *arguments: str) -> list[str]:

@@ -17,7 +17,13 @@ from celery_integration import Applied, Effect, NotApplied, Unknown, fenced_task
 
 app = Celery("shop", broker=os.environ["BROKER_URL"], backend=os.environ["BROKER_URL"], set_as_current=True)
 app.conf.update(
-    broker_transport_options={"visibility_timeout": 4},
+    broker_transport_options={
+        "visibility_timeout": 4,
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+        # A worker that is killed while it restores must not keep the next one from restoring.
+        "unacked_mutex_expire": 2,
+    },
     worker_prefetch_multiplier=1,
     broker_connection_retry_on_startup=True,
     fenced_sweep_seconds=1,

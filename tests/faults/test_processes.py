@@ -30,12 +30,14 @@ def in_child(stores: Stores) -> int:
     return pid
 
 
-def test_a_forked_child_has_its_own_connection(stores: Stores) -> None:
+def test_a_forked_child_has_its_own_connection(engine: sa.Engine, schema: str) -> None:
+    stores = Stores.open(engine.url, schema=schema)
     stores.effects.lookup("k")
     parent = backend_pid(stores)
     children = {in_child(stores) for _ in range(3)}
     assert len(children | {parent}) == 4
     assert backend_pid(stores) == parent
+    stores.close()
 
 
 def test_a_restarted_server_is_found_by_the_next_call() -> None:

@@ -29,7 +29,8 @@ class Worker:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        options = ["--pool", "prefork", "-c", "2", "-l", "INFO", "--without-gossip", "--without-mingle"]
+        beat = ["--beat", "--schedule", str(self.log.with_name("beat"))]
+        options = ["--pool", "prefork", "-c", "2", "-l", "INFO", "--without-gossip", "--without-mingle", *beat]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "celery", "-A", "tests.celery.shop", "worker", *options],

@@ -137,7 +137,8 @@ def test_kill_is_a_crash(postgres: PostgresServer) -> None:
         with pytest.raises(psycopg.OperationalError) as cut:
             connection.execute("SELECT 1")
     postgres.start()
-    assert cut.value.sqlstate is None
+    # A backend that notices the loss of its postmaster before it is killed still says so.
+    assert cut.value.sqlstate in {None, "57P01"}
     assert "was not properly shut down" in postgres.log_text()
 
 

@@ -37,7 +37,8 @@ def objects(engine: sa.Engine) -> dict[str, int]:
           + (SELECT count(*) FROM pg_proc WHERE pronamespace = n.oid)
         FROM pg_namespace n WHERE nspname NOT LIKE 'pg_%'"""
     with engine.connect() as connection:
-        return dict(connection.exec_driver_sql(query.replace("%", "%%")).tuples().all())
+        rows = connection.exec_driver_sql(query.replace("%", "%%")).all()
+    return {row[0]: row[1] for row in rows}
 
 
 def test_many_processes_at_once_make_one_schema(engine: sa.Engine, name: str) -> None:
