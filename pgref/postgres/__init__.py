@@ -8,7 +8,14 @@ from pgref.clock import Clock
 from pgref.postgres import schema as _schema
 from pgref.postgres._connection import Database, engine_of
 from pgref.postgres.effects import PostgresEffectStore
-from pgref.postgres.schema import drop_schema, ensure_schema, migration_sql, new_schema, verify_schema
+from pgref.postgres.schema import (
+    drop_schema,
+    ensure_schema,
+    grant_application,
+    migration_sql,
+    new_schema,
+    verify_schema,
+)
 from pgref.postgres.sinks import PostgresSink
 
 __all__ = [
@@ -17,6 +24,7 @@ __all__ = [
     "Stores",
     "drop_schema",
     "ensure_schema",
+    "grant_application",
     "migration_sql",
     "new_schema",
     "verify_schema",

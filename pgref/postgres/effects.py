@@ -305,7 +305,7 @@ def _record(row: tuple[Any, ...]) -> EffectRecord:
 
 
 def _lease_refusal(answer: _Answer, action: Action, lease: Lease) -> Exception:
-    return refusal(answer.verdict, action.key, fence=lease.fence, seen=answer.fence)
+    return refusal(answer.verdict, action.key, fence=lease.fence, seen=answer.fence or 0)
 
 
 def _ruling_refusal(answer: _Answer, action: Action) -> Exception:

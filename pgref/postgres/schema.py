@@ -14,28 +14,47 @@ from alembic.script import ScriptDirectory
 from pgref.errors import InvalidArgument, SchemaError
 from pgref.keys import valid_text
 
-__all__ = ["drop_schema", "ensure_schema", "migration_sql", "new_schema", "quoted", "valid_schema", "verify_schema"]
+__all__ = [
+    "drop_schema",
+    "ensure_schema",
+    "grant_application",
+    "migration_sql",
+    "new_schema",
+    "quoted",
+    "valid_schema",
+    "verify_schema",
+]
 
-SCHEMA_BYTES_MAX = 63
+NAME_BYTES_MAX = 63
 _ADVISORY_LOCK = 0x70677265_66
 
 
 def valid_schema(name: object) -> str:
     """Return ``name`` if PostgreSQL takes it whole as a schema name, else raise `InvalidArgument`."""
-    text = valid_text(name, "schema")
-    size = len(text.encode())
-    if not text or size > SCHEMA_BYTES_MAX:
-        raise InvalidArgument(f"schema must be 1 to {SCHEMA_BYTES_MAX} bytes of UTF-8, not {size}")
-    if set(text) & set("%:\\"):
-        raise InvalidArgument(f"schema must not contain %, : or a backslash: {text}")
+    text = _valid_name(name, "schema")
     if text.startswith("pg_") or text == "information_schema":
         raise InvalidArgument(f"schema must not be one of PostgreSQL's own: {text}")
+    return text
+
+
+def _valid_name(name: object, argument: str) -> str:
+    text = valid_text(name, argument)
+    size = len(text.encode())
+    if not text or size > NAME_BYTES_MAX:
+        raise InvalidArgument(f"{argument} must be 1 to {NAME_BYTES_MAX} bytes of UTF-8, not {size}")
+    if set(text) & set("%:\\"):
+        raise InvalidArgument(f"{argument} must not contain %, : or a backslash: {text}")
     return text
 
 
 def quoted(schema: str) -> str:
     """Return the validated name as an SQL identifier."""
     return '"' + valid_schema(schema).replace('"', '""') + '"'
+
+
+def quoted_role(role: object) -> str:
+    """Return the validated name of a role as an SQL identifier."""
+    return '"' + _valid_name(role, "role").replace('"', '""') + '"'
 
 
 def ensure_schema(engine: sa.Engine, schema: str = "pgref") -> None:
@@ -69,6 +88,30 @@ def new_schema(engine: sa.Engine, prefix: str = "pgref") -> str:
     name = f"{prefix}_{secrets.token_hex(8)}"
     ensure_schema(engine, name)
     return name
+
+
+def grant_application(engine: sa.Engine, role: str, schema: str = "pgref") -> None:
+    """Let ``role`` call the stores and read the view for monitoring, and nothing else.
+
+    The tables stay the owner's, who alone may raise fences. Raises `InvalidArgument` for a name that is none.
+    """
+    name, grantee = quoted(schema), quoted_role(role)
+    with engine.begin() as connection:
+        rows = connection.execute(sa.text(_CONTRACT_FUNCTIONS), {"schema": schema}).scalars()
+        statements = [
+            f"GRANT USAGE ON SCHEMA {name} TO {grantee}",
+            f"GRANT SELECT ON {name}.pgref_version, {name}.effect_overview TO {grantee}",
+            *(f"GRANT EXECUTE ON FUNCTION {function} TO {grantee}" for function in rows),
+        ]
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+
+
+# What the contract is made of runs with the owner's rights; helpers run with the caller's.
+_CONTRACT_FUNCTIONS = """
+SELECT p.oid::regprocedure::text FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+WHERE n.nspname = :schema AND p.prosecdef AND p.proname <> 'effect_raise_fences'
+"""
 
 
 def drop_schema(engine: sa.Engine, schema: str) -> None:

@@ -181,11 +181,16 @@ DECLARE
   t timestamptz := coalesce(p_now, clock_timestamp());
   v_open bigint[];
 BEGIN
-  RETURN QUERY
-    SELECT * FROM effect_judge_many(p_keys, p_resources, p_fingerprints, p_holders, t) j
-      WHERE j.verdict IS DISTINCT FROM 'expired' AND j.verdict IS NOT NULL;
   SELECT array_agg(j.ordinal) INTO v_open FROM effect_judge_many(p_keys, p_resources, p_fingerprints, p_holders, t) j
-    WHERE j.verdict IS NOT DISTINCT FROM 'expired' OR j.verdict IS NULL;
+    WHERE j.verdict = 'expired' OR j.verdict IS NULL;
+  IF coalesce(cardinality(v_open), 0) < cardinality(p_keys) THEN
+    -- A later snapshot than that of the first look: what was refused there can be open here.
+    RETURN QUERY
+      SELECT j.ordinal, CASE WHEN j.verdict = 'expired' THEN 'again' ELSE coalesce(j.verdict, 'again') END,
+          j.fence, j.at, j.attempt, j.value, j.seconds
+        FROM effect_judge_many(p_keys, p_resources, p_fingerprints, p_holders, t) j
+        WHERE NOT EXISTS (SELECT FROM unnest(v_open) o WHERE o = j.ordinal);
+  END IF;
   IF v_open IS NULL THEN
     RETURN;
   END IF;
@@ -208,7 +213,8 @@ BEGIN
     UNION
     SELECT h.key FROM unnest(v_open) o JOIN effect_resource r ON r.resource = p_resources[o]
       JOIN effect_action h ON h.key = r.action_key
-      WHERE h.state = 1 AND t >= h.expires_at AND effect_is_held(h, r)
+      LEFT JOIN effect_action a ON a.key = p_keys[o]
+      WHERE h.state = 1 AND t >= h.expires_at AND effect_is_held(h, r) AND coalesce(a.state, 0) = 0
   ), flipped AS (
     UPDATE effect_action a SET state = 2, expired = true, reason = 'lease expired', uncertain_at = t
       FROM expired e WHERE a.key = e.key AND a.state = 1 RETURNING a.key, a.fence
@@ -261,7 +267,7 @@ BEGIN
         CASE WHEN g.asked IS NULL THEN j.at ELSE t + p_ttl END,
         CASE WHEN g.asked IS NULL THEN j.attempt ELSE coalesce(g.known, 0) + 1 END,
         j.value,
-        coalesce(j.seconds, extract(epoch FROM p_ttl)::double precision)
+        CASE WHEN j.verdict IS NULL THEN extract(epoch FROM p_ttl)::double precision ELSE j.seconds END
       FROM judged j LEFT JOIN granted g ON g.asked = j.asked;
 END $$;
 
@@ -447,8 +453,8 @@ BEGIN
     SELECT u.ordinal, CASE
         WHEN a.key IS NULL THEN 'lost'
         WHEN NOT a.key = ANY (coalesce(v_locked, '{}')) THEN 'busy'
-        WHEN a.key = ANY (v_renewed) AND a.fence = u.fence AND a.holder = u.holder AND u.resource = u.lease_resource
-          AND (a.fingerprint = u.fingerprint) IS NOT FALSE THEN 'renewed'
+        WHEN a.key = ANY (v_renewed) AND a.fence = u.fence AND a.holder = u.holder AND a.resource = u.resource
+          AND u.resource = u.lease_resource AND (a.fingerprint = u.fingerprint) IS NOT FALSE THEN 'renewed'
         ELSE 'lost' END
       FROM unnest(p_keys, p_resources, p_fingerprints, p_lease_resources, p_fences, p_holders)
         WITH ORDINALITY AS u (key, resource, fingerprint, lease_resource, fence, holder, ordinal)
@@ -570,7 +576,8 @@ BEGIN
     RETURN v;
   END IF;
   SELECT * INTO h FROM effect_action WHERE key = r.action_key AND key <> p_key;
-  IF coalesce(effect_is_held(h, r) AND t < h.expires_at, false) THEN
+  IF coalesce(effect_is_held(h, r) AND t < h.expires_at, false)
+    AND r.granted_fence > (SELECT fence_floor FROM effect_store) THEN
     v.fence := r.granted_fence;
   ELSE
     v.fence := r.fence + 1;
@@ -650,7 +657,7 @@ BEGIN
   WITH found AS (
     SELECT key FROM effect_action
       WHERE granted_at >= v_watermark AND state = 1 AND expires_at <= t
-      ORDER BY granted_at LIMIT p_limit FOR UPDATE SKIP LOCKED
+      ORDER BY granted_at, key LIMIT p_limit FOR UPDATE SKIP LOCKED
   ), flipped AS (
     UPDATE effect_action a SET state = 2, expired = true, reason = 'lease expired', uncertain_at = t
       FROM found WHERE a.key = found.key AND a.state = 1
@@ -678,7 +685,7 @@ DECLARE
 BEGIN
   RETURN QUERY
     WITH found AS (
-      SELECT key FROM effect_action WHERE due_at <= t AND state = 0 ORDER BY due_at LIMIT p_limit FOR UPDATE SKIP LOCKED
+      SELECT key FROM effect_action WHERE due_at <= t AND state = 0 ORDER BY due_at, key LIMIT p_limit FOR UPDATE SKIP LOCKED
     )
     UPDATE effect_action a SET due_at = t + p_again_after FROM found WHERE a.key = found.key AND a.state = 0 RETURNING a.*;
 END $$;
@@ -719,7 +726,7 @@ BEGIN
   WITH found AS (
     SELECT key FROM effect_action
       WHERE granted_at < v_before AND state = 3 AND completed_at < v_before
-      ORDER BY granted_at LIMIT p_limit FOR UPDATE SKIP LOCKED
+      ORDER BY granted_at, key LIMIT p_limit FOR UPDATE SKIP LOCKED
   ), removed AS (
     DELETE FROM effect_action a USING found WHERE a.key = found.key AND a.state = 3 RETURNING a.key
   )

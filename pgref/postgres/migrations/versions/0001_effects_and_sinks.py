@@ -89,6 +89,22 @@ CREATE TABLE sink_fence (
   resource text COLLATE "C" PRIMARY KEY
 ) WITH (fillfactor = 70);
 
+CREATE FUNCTION refuse_lower_fence() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+  RAISE EXCEPTION USING MESSAGE = 'a fence never goes down', ERRCODE = 'integrity_constraint_violation';
+END $$;
+CREATE TRIGGER fence_rises BEFORE UPDATE ON effect_resource FOR EACH ROW
+  WHEN (new.fence < old.fence OR new.granted_fence < old.granted_fence) EXECUTE FUNCTION refuse_lower_fence();
+CREATE TRIGGER fence_rises BEFORE UPDATE ON sink_fence FOR EACH ROW
+  WHEN (new.fence < old.fence) EXECUTE FUNCTION refuse_lower_fence();
+
+-- For monitoring: no payload, no result, no fingerprint.
+CREATE VIEW effect_overview AS
+  SELECT key, resource, (ARRAY['free', 'in_flight', 'uncertain', 'done'])[state + 1] AS state, attempt, fence, released,
+    created_at, granted_at, expires_at, uncertain_at, completed_at, due_at, reason
+  FROM effect_action;
+COMMENT ON VIEW effect_overview IS 'what monitoring may see of every key';
+
 CREATE TYPE effect_answer AS (
   verdict text,
   fence bigint,

@@ -1,0 +1,52 @@
+"""Holding signal handlers off while a pooled connection changes hands: an exception there would lose it.
+
+Python runs handlers in the main thread between any two instructions, so only there anything is held. A signal sent to
+the process also counts as held off only if no other thread takes it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterable
+from typing import Final
+
+# The public wrapper turns every number into an enum, which costs ten times the call.
+from _signal import pthread_sigmask
+
+__all__ = ["hold", "let_through"]
+
+Mask = Iterable[int] | None
+
+_HELD: Final = tuple(
+    int(number)
+    for number in (
+        signal.SIGALRM,
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGQUIT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    )
+)
+
+
+def hold() -> Mask:
+    """Hold signals off and return what to give to `let_through`. Raises what a handler that was due raises."""
+    if threading.get_ident() != threading.main_thread().ident:
+        return None
+    before = pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    except BaseException:
+        # The handler of a signal that came just before has run in that call, after it took effect.
+        pthread_sigmask(signal.SIG_SETMASK, before)
+        raise
+    return before
+
+
+def let_through(mask: Mask) -> None:
+    """Let signals through as before `hold`. Raises what the handler of one that has waited raises."""
+    if mask is not None:
+        pthread_sigmask(signal.SIG_SETMASK, mask)
