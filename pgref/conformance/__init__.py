@@ -11,9 +11,8 @@ Each test's docstring begins with the guarantees that it checks. The only packag
 
 import pytest
 
-pytest.register_assert_rewrite(
-    "pgref.conformance.effects", "pgref.conformance.harness", "pgref.conformance.races", "pgref.conformance.sinks"
-)
+_SUITES = ("batches", "credentials", "effects", "harness", "limits", "races", "reconciliation", "sinks", "upkeep")
+pytest.register_assert_rewrite(*[f"{__name__}.{name}" for name in _SUITES])
 
 from pgref.conformance.capabilities import Capabilities  # noqa: E402 - asserts are rewritten before the import
 from pgref.conformance.effects import EffectStoreConformance  # noqa: E402

@@ -6,7 +6,7 @@ A scene is a key brought into one state, and the lease with which a test then tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -58,10 +58,18 @@ class EffectStoreHarness:
     token: str
     fingerprint: str | None = None
     leases: dict[str, Lease]
+    afterwards: ExitStack
 
     def make_store(self, clock: Clock) -> EffectStore:
         """Return a store on ``clock``. To be overridden; can use ``self.backend``."""
         raise NotImplementedError
+
+    def make_empty_store(self, clock: Clock) -> EffectStore:
+        """Return a store of its own data, for tests of what counts or changes the data as a whole.
+
+        Override it if stores from `make_store` share theirs; ``self.afterwards`` takes what is to be undone.
+        """
+        return self.make_store(clock)
 
     @pytest.fixture
     def conformance_backend(self) -> Any:
@@ -69,12 +77,19 @@ class EffectStoreHarness:
         return None
 
     @pytest.fixture(autouse=True)
-    def _prepared(self, conformance_backend: Any) -> None:
+    def _prepared(self, conformance_backend: Any) -> Iterator[None]:
         self.backend = conformance_backend
         self.clock = ManualClock(_FIRST_DAY + timedelta(days=next(_days)))
         self.token = uuid4().hex
         self.leases = {}
-        self.store = self.make_store(self.clock)
+        with ExitStack() as self.afterwards:
+            self.store = self.make_store(self.clock)
+            yield
+
+    @pytest.fixture
+    def empty_store(self, _prepared: None) -> None:
+        """Give the test a store of its own data."""
+        self.store = self.make_empty_store(self.clock)
 
     def second_store(self) -> EffectStore:
         """Return another client of the same data."""

@@ -9,6 +9,8 @@ from threading import Barrier
 from typing import TypeVar
 from uuid import UUID, uuid4
 
+import pytest
+
 from pgref.conformance.harness import ALL, APPLIED, NOT_APPLIED, TTL, EffectStoreHarness
 from pgref.contracts.effects import Action, Contended, Done, Granted, InFlight, Lease, Outcome, Ruling, State, Uncertain
 from pgref.errors import FenceStale, LeaseLost, ReconcileTaken, Refused
@@ -35,6 +37,12 @@ def race(calls: Sequence[Callable[[], T]]) -> list[T | Refused]:
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(run, calls))
+
+
+def answered(answers: Sequence[T | Refused]) -> list[T]:
+    """Return ``answers``, none of which may be a refusal."""
+    assert not any(isinstance(answer, Refused) for answer in answers)
+    return [answer for answer in answers if not isinstance(answer, Refused)]
 
 
 class EffectStoreRaces(EffectStoreHarness):
@@ -204,3 +212,158 @@ class EffectStoreRaces(EffectStoreHarness):
             answers = race([partial(self.store.claim_due, ALL, TTL)] * 4)
             handed = [key for answer in answers if not isinstance(answer, Refused) for key in self.mine(answer)]
             assert sorted(handed) == [f"key {n}" for n in range(4)]
+
+    # Many at once
+
+    def wanted(self, *, on: str = "resource") -> list[Action]:
+        """Return actions over as many resources."""
+        return [self.action(f"key {n}", on=f"{on} {n}") for n in range(CALLERS)]
+
+    def test_batches_in_opposite_orders(self) -> None:
+        """G7: batches of the same keys in opposite orders end without a deadlock, each key granted once."""
+        for _ in self.rounds():
+            actions = self.wanted()
+            batches = [actions, actions[::-1]] * 2
+            answers = answered(race([partial(self.store.acquire_many, batch, TTL) for batch in batches]))
+            told = [
+                one for batch, answer in zip(batches, answers, strict=True) for one in zip(batch, answer, strict=True)
+            ]
+            assert sorted(a.key for a, o in told if isinstance(o, Granted)) == sorted(a.key for a in actions)
+            assert all(isinstance(outcome, Granted | InFlight) for _, outcome in told)
+
+    def test_batches_over_each_others_resources(self) -> None:
+        """G7, G8: batches that want each other's resources grant each resource once, and each key once."""
+        for _ in self.rounds():
+            there = self.wanted()
+            back = [self.action(f"back {n}", on=f"resource {n}") for n in reversed(range(CALLERS))]
+            crossed = [self.action(f"key {n}", on=f"resource {CALLERS - 1 - n}") for n in range(CALLERS)]
+            answers = answered(race([partial(self.store.acquire_many, b, TTL) for b in (there, back, crossed)]))
+            leases = [o.lease for answer in answers for o in answer if isinstance(o, Granted)]
+            assert len({lease.resource for lease in leases}) == len(leases)
+            assert {lease.fence for lease in leases} == {1}
+            keys = [self.store.lookup(a.key) for a in [*there, *back]]
+            assert sum(record is not None for record in keys) == len(leases)
+
+    def test_batches_against_single_questions(self) -> None:
+        """G4, G7: keys asked for in a batch and alone at once are granted once, new ones and known ones."""
+        for n in range(REPEATS):
+            self.token = uuid4().hex
+            actions = self.wanted()
+            for action in actions[: n % CALLERS]:
+                self.store.abandon(action, self.granted(action))
+            calls: list[Callable[[], object]] = [partial(self.store.acquire_many, actions, TTL)]
+            batch, *alone = race([*calls, *map(self.asking, actions)])
+            assert isinstance(batch, list)
+            for together, single in zip(batch, alone, strict=True):
+                assert sorted(type(outcome).__name__ for outcome in (together, single)) == ["Granted", "InFlight"]
+
+    def test_batches_against_completions(self) -> None:
+        """G1, G7: a batch that meets keys as they complete, or as they are abandoned, has an answer for each."""
+        for _ in self.rounds():
+            actions = self.wanted()
+            leases = [self.granted(action) for action in actions]
+            ends: list[Callable[[], object]] = [
+                partial(self.store.abandon if n % 2 else self.store.complete, action, lease)
+                for n, (action, lease) in enumerate(zip(actions, leases, strict=True))
+            ]
+            [batch, *_rest] = race([partial(self.store.acquire_many, actions, TTL), *ends])
+            assert isinstance(batch, list)
+            assert all(isinstance(outcome, InFlight | Done) for outcome in batch[::2])
+            assert all(isinstance(outcome, InFlight | Granted) for outcome in batch[1::2])
+
+    def test_batches_of_expired_keys(self) -> None:
+        """G3, G7: batches, single questions and the sweep flip an expired intent once."""
+        for _ in self.rounds():
+            actions = self.wanted()
+            for action in actions:
+                self.granted(action)
+            self.tick()
+            rivals = [self.action(f"rival {n}", on=f"resource {n}") for n in reversed(range(CALLERS))]
+            batches = [actions, rivals, actions[::-1]]
+            calls = [partial(self.store.acquire_many, batch, TTL) for batch in batches]
+            asked, taken, again, _count = race([*calls, partial(self.store.expire_intents, ALL)])
+            assert isinstance(taken, list)
+            assert [outcome.lease.fence for outcome in taken] == [2] * CALLERS
+            assert asked == (again[::-1] if isinstance(again, list) else again)
+            assert [self.events(action) for action in actions] == [["expired"]] * CALLERS
+
+    def test_completions_in_batches_and_alone(self) -> None:
+        """G12: of completions in batches and alone the first of each key wins, and all are told its result."""
+        for _ in self.rounds():
+            pairs = [(action, self.granted(action)) for action in self.wanted()]
+            there = [(action, lease, "there") for action, lease in pairs]
+            back = [(action, lease, "back") for action, lease in reversed(pairs)]
+            calls: list[Callable[[], object]] = [
+                partial(self.store.complete_many, there),
+                partial(self.store.complete_many, back),
+                *[self.completing(action, lease) for action, lease in pairs],
+            ]
+            first, second, *alone = race(calls)
+            stands = [self.record(action).result for action, _ in pairs]
+            assert isinstance(second, list)
+            assert first == second[::-1] == alone == stands
+
+    # The store as a whole
+
+    @pytest.mark.usefixtures("empty_store")
+    def test_raised_fences_against_grants(self) -> None:
+        """G28: whatever is granted meanwhile is either above the floor, or uncertain by the time that it is raised."""
+        for n in range(1, REPEATS + 1):
+            self.token, floor = uuid4().hex, 1000 * n
+            known = [self.action(f"known {m}", on=f"known {m}") for m in range(2)]
+            for action in known:
+                self.store.complete(action, self.granted(action))
+            again = [self.action(f"again {m}", on=f"known {m}") for m in range(2)]
+            new = [self.action(f"new {m}", on=f"new {m}") for m in range(4)]
+            calls: list[Callable[[], object]] = [
+                *map(self.asking, again + new[:2]),
+                partial(self.store.acquire_many, [*new[2:], self.action("third", on="known 0")], TTL),
+                partial(self.store.raise_fences, floor),
+            ]
+            raised = race(calls)[-1]
+            records = [r for r in (self.store.lookup(a.key) for a in again + new) if r is not None]
+            third = self.store.lookup(self.named("third"))
+            records += [third] if third else []
+            below = [record for record in records if record.fence <= floor]
+            assert {record.state for record in below} <= {State.UNCERTAIN}
+            assert {record.state for record in records if record not in below} <= {State.IN_FLIGHT}
+            assert raised == len(below)
+            self.store.raise_fences(floor)
+
+    @pytest.mark.usefixtures("empty_store")
+    def test_raised_fences_against_completions(self) -> None:
+        """G28, G12: an attempt completes before the fences are raised, or not at all."""
+        for _ in self.rounds():
+            pairs = [(action, self.granted(action)) for action in self.wanted()]
+            calls: list[Callable[[], object]] = [self.completing(action, lease) for action, lease in pairs[2:]]
+            together = partial(self.store.complete_many, [(a, lease, "late") for a, lease in pairs[:2]])
+            raised, both, *alone = race([partial(self.store.raise_fences, 1), together, *calls])
+            assert isinstance(both, list)
+            for (action, _), answer in zip(pairs, [*both, *alone], strict=True):
+                done = self.state(action) is State.DONE
+                assert answer == "late" if done else isinstance(answer, LeaseLost)
+            assert raised == sum(self.state(action) is State.UNCERTAIN for action, _ in pairs)
+
+    @pytest.mark.usefixtures("empty_store")
+    def test_retention_against_grants(self) -> None:
+        """G8, G25: a key asked for while it is removed is done still, or granted anew with the next fence."""
+        for _ in self.rounds():
+            actions = self.wanted()
+            for action in actions:
+                self.store.complete(action, self.granted(action), "first")
+            self.tick(2 * TTL)
+            calls: list[Callable[[], object]] = [
+                *map(self.asking, actions[:4]),
+                partial(self.store.acquire_many, actions[4:], TTL),
+                partial(self.store.retain, TTL, ALL),
+                partial(self.store.retain, TTL, ALL),
+            ]
+            *alone, batch, one, two = race(calls)
+            assert isinstance(one, int)
+            assert isinstance(two, int)
+            assert one + two == CALLERS
+            assert isinstance(batch, list)
+            for action, outcome in zip(actions, [*alone, *batch], strict=True):
+                record = self.store.lookup(action.key)
+                assert (outcome == Done("first")) is (record is None)
+                assert record is None or (record.attempt, record.fence, record.state) == (1, 2, State.IN_FLIGHT)

@@ -1,4 +1,4 @@
-"""The side-effect gate in plain Python: semantics.md, section 1, made executable (G1-G27).
+"""The side-effect gate in plain Python: semantics.md, section 1, made executable (G1-G28).
 
 An entry is frozen. Judging functions are pure; a method reads one entry, judges, and writes its successor (history
 and evidence included) in one assignment under the lock.
@@ -44,7 +44,7 @@ from pgref.errors import (
     ResourceMismatch,
     UnsafeNotRetryable,
 )
-from pgref.keys import valid_key, valid_limit, valid_text, valid_ttl
+from pgref.keys import valid_batch, valid_fence, valid_key, valid_limit, valid_text, valid_ttl
 
 __all__ = ["MemoryEffectStore"]
 
@@ -79,26 +79,45 @@ class MemoryEffectStore:
         self._lock = Lock()
         self._entries: dict[str, _Entry] = {}
         self._resources: dict[str, _Resource] = {}
+        self._floor = 0
 
     # Asking
 
     def acquire(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> Outcome:
         """Ask to run ``action``, judged in the order done, uncertain, in flight, contended, grant (G1-G9)."""
         ttl = timedelta(seconds=valid_ttl(ttl_seconds))
-        holder = holder or uuid4()
+        with self._lock:
+            return self._acquire(action, ttl, holder or uuid4(), self._now())
+
+    def acquire_many(
+        self, actions: Sequence[Action], ttl_seconds: float, *, holders: Sequence[UUID] | None = None
+    ) -> list[Outcome | FingerprintMismatch]:
+        """Ask for many at once. Each answer is that of `acquire`, asked one after another in this order."""
+        ttl = timedelta(seconds=valid_ttl(ttl_seconds))
+        holders = [uuid4() for _ in actions] if holders is None else valid_batch(holders, "holders", len(actions))
+        valid_batch([action.key for action in actions], "actions")
         with self._lock:
             now = self._now()
-            entry = self._flip_if_expired(self._entry_of(action), now)
-            rival = self._rival(action.resource, action.key)
-            standing = _judge(entry, rival, (action.resource, holder), now)
-            if standing is not None:
-                return standing
-            self._flip_if_expired(rival, now)
-            fence = self._resource(action.resource).fence + 1
-            granted = _granted(action, entry, Lease(action.resource, fence, holder, now + ttl), now)
-            self._resources[action.resource] = _Resource(fence, fence, action.key)
-            self._put(granted)
-            return _grant_of(granted)
+            return [self._answer(action, ttl, holder, now) for action, holder in zip(actions, holders, strict=True)]
+
+    def _answer(self, action: Action, ttl: timedelta, holder: UUID, now: datetime) -> Outcome | FingerprintMismatch:
+        try:
+            return self._acquire(action, ttl, holder, now)
+        except FingerprintMismatch as mismatch:
+            return mismatch
+
+    def _acquire(self, action: Action, ttl: timedelta, holder: UUID, now: datetime) -> Outcome:
+        entry = self._flip_if_expired(self._entry_of(action), now)
+        rival = self._rival(action.resource, action.key)
+        standing = _judge(entry, rival, (action.resource, holder), now)
+        if standing is not None:
+            return standing
+        self._flip_if_expired(rival, now)
+        fence = self._resource(action.resource).fence + 1
+        granted = _granted(action, entry, Lease(action.resource, fence, holder, now + ttl), now)
+        self._resources[action.resource] = _Resource(fence, fence, action.key)
+        self._put(granted)
+        return _grant_of(granted)
 
     # Calls that need a lease
 
@@ -106,17 +125,34 @@ class MemoryEffectStore:
         """Record that it happened and return the result that stands, the first one (G12, G16, G17)."""
         _valid_result(result)
         with self._lock:
+            return self._complete(action, lease, result, self._now())
+
+    def complete_many(self, completions: Sequence[tuple[Action, Lease, str | None]]) -> list[str | Refused | None]:
+        """Record many completions. Each answer is that of `complete`; a refusal is returned, not raised."""
+        valid_batch([action.key for action, _, _ in completions], "completions")
+        for _, _, result in completions:
+            _valid_result(result)
+        with self._lock:
             now = self._now()
-            entry = self._entry_of(action)
-            if entry is not None and entry.state is State.DONE:
-                return entry.result
-            try:
-                attempt = _must(_may_complete, self._attempt(action, lease, entry))
-            except FenceError:
-                self._keep_evidence(entry, Evidence(now, lease.fence, lease.holder, result))
-                raise
-            self._put(_completed(attempt, result, now))
-            return result
+            return [self._completion(action, lease, result, now) for action, lease, result in completions]
+
+    def _completion(self, action: Action, lease: Lease, result: str | None, now: datetime) -> str | Refused | None:
+        try:
+            return self._complete(action, lease, result, now)
+        except Refused as refused:
+            return refused
+
+    def _complete(self, action: Action, lease: Lease, result: str | None, now: datetime) -> str | None:
+        entry = self._entry_of(action)
+        if entry is not None and entry.state is State.DONE:
+            return entry.result
+        try:
+            attempt = _must(_may_complete, self._attempt(action, lease, entry))
+        except FenceError:
+            self._keep_evidence(entry, Evidence(now, lease.fence, lease.holder, result))
+            raise
+        self._put(_completed(attempt, result, now))
+        return result
 
     def renew(self, action: Action, lease: Lease, ttl_seconds: float) -> Lease:
         """Extend the lease to now + ``ttl_seconds`` (G13)."""
@@ -190,8 +226,8 @@ class MemoryEffectStore:
     def _mint_seal(self, entry: _Entry, now: datetime) -> int:
         resource = self._resource(entry.resource)
         rival = self._rival(entry.resource, entry.key)
-        if rival is not None and now < rival.expires_at:
-            # A fence above a live holder's would make the sink refuse that holder.
+        if rival is not None and now < rival.expires_at and rival.fence > self._floor:
+            # A fence above a live holder's would make the sink refuse that holder. Below the floor it has lost anyway.
             return resource.granted_fence
         self._resources[entry.resource] = replace(resource, fence=resource.fence + 1)
         return resource.fence + 1
@@ -276,6 +312,34 @@ class MemoryEffectStore:
                 self._put(replace(entry, due_at=now + again_after))
         return [_record(entry) for entry in chosen]
 
+    def retain(self, older_than_seconds: float, limit: int) -> int:
+        """Remove up to ``limit`` keys done for longer than that, the oldest first (G25). Fences stay."""
+        valid_limit(limit)
+        older_than = timedelta(seconds=valid_ttl(older_than_seconds, "older_than_seconds"))
+        with self._lock:
+            before = self._now() - older_than
+            old = [entry for entry in self._entries.values() if _is_done_before(entry, before)]
+            chosen = sorted(old, key=lambda e: (e.granted_at, e.key))[:limit]
+            for entry in chosen:
+                del self._entries[entry.key]
+            return len(chosen)
+
+    # After a failover
+
+    def raise_fences(self, floor: int, *, by: str = "", why: str = "") -> int:
+        """Let no later fence be at or below ``floor``, and turn every live intent uncertain (G28). Return how many."""
+        valid_fence(floor, "floor")
+        valid_text(by, "by")
+        valid_text(why, "why")
+        with self._lock:
+            now = self._now()
+            self._floor = max(self._floor, floor)
+            live = [entry for entry in self._entries.values() if entry.state is State.IN_FLIGHT]
+            for entry in live:
+                noted = _noted(entry, now, "fences_raised", by=by, why=why)
+                self._put(replace(noted, state=State.UNCERTAIN, reason="fences raised", uncertain_at=now))
+            return len(live)
+
     # Reading and writing; the lock is held
 
     def _now(self) -> datetime:
@@ -288,7 +352,8 @@ class MemoryEffectStore:
         return entry
 
     def _resource(self, name: str) -> _Resource:
-        return self._resources.get(name, _Resource())
+        known = self._resources.get(name, _Resource())
+        return replace(known, fence=max(known.fence, self._floor))
 
     def _rival(self, resource: str, key: str) -> _Entry | None:
         """Return the entry of another key that holds ``resource``, be its lease live or expired."""
@@ -353,6 +418,10 @@ def _seconds_left(entry: _Entry, now: datetime) -> float:
 
 def _is_live(entry: _Entry, now: datetime) -> bool:
     return entry.state is State.IN_FLIGHT and now < entry.expires_at
+
+
+def _is_done_before(entry: _Entry, before: datetime) -> bool:
+    return entry.completed_at is not None and max(entry.completed_at, entry.granted_at) < before
 
 
 def _may_complete(entry: _Entry) -> bool:
@@ -476,7 +545,7 @@ def _ruled(entry: _Entry, resolution: Resolution, now: datetime) -> _Entry:
 
 
 def _settled(entry: _Entry) -> _Entry:
-    return replace(entry, uncertain_at=None, reason=None, claim=None)
+    return replace(entry, uncertain_at=None, expired=False, reason=None, claim=None)
 
 
 def _noted(entry: _Entry, at: datetime, event: str, *, by: str, why: str) -> _Entry:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import psycopg
 import sqlalchemy as sa
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
+from psycopg.rows import tuple_row
 
-from pgref.errors import InvalidArgument, OutcomeUnknown, PgrefError, SchemaError, Unavailable
-from pgref.postgres._errors import Failure, classify
+from pgref.errors import InvalidArgument, OutcomeUnknown, PgrefError, Unavailable
+from pgref.postgres._errors import Failure, classify, first_line, translated
+from pgref.postgres._signals import hold, let_through
 
 __all__ = ["Database", "engine_of"]
 
 SETTLE_SECONDS = 10.0
+CONNECT_SECONDS = 5
 RECONNECT_PAUSE_SECONDS = 0.1
+PREPARE_THRESHOLD_OF_PSYCOPG = 5
+_LENT = "pgref_lent"
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _databases: weakref.WeakSet[Database] = weakref.WeakSet()
 
@@ -29,67 +38,124 @@ def engine_of(source: sa.Engine | sa.URL | str) -> sa.Engine:
     if isinstance(source, sa.Engine):
         if source.dialect.driver != "psycopg":
             raise InvalidArgument(f"engine must use the psycopg driver, not {source.dialect.driver}")
-        return source
+        return _safe_behind_poolers(source)
     try:
         url = sa.make_url(source)
     except sa.exc.ArgumentError:
         raise InvalidArgument("dsn must be a URL such as postgresql+psycopg://user@host/database") from None
     if url.drivername not in {"postgres", "postgresql", "postgresql+psycopg"}:
         raise InvalidArgument(f"dsn must begin with postgresql+psycopg://, not {url.drivername}://")
-    return sa.create_engine(
+    engine = sa.create_engine(
         url.set(drivername="postgresql+psycopg"),
         pool_use_lifo=True,
         connect_args={
             "application_name": "pgref",
-            "connect_timeout": 10,
+            "connect_timeout": CONNECT_SECONDS,
             "keepalives_idle": 30,
             "keepalives_interval": 10,
             "keepalives_count": 3,
             "tcp_user_timeout": 60_000,
         }
-        | dict(url.query),
+        | _connect_options(url),
     )
+    return _safe_behind_poolers(engine)
+
+
+def _connect_options(url: sa.URL) -> dict[str, object]:
+    """Return the query of the URL for psycopg, whose ``prepare_threshold`` is a number or None, which a URL spells."""
+    options: dict[str, object] = dict(url.query)
+    threshold = options.get("prepare_threshold")
+    if threshold == "none":
+        options["prepare_threshold"] = None
+    elif threshold is not None:
+        if not (isinstance(threshold, str) and threshold.isascii() and threshold.isdigit()):
+            raise InvalidArgument("prepare_threshold must be a whole number or none")
+        options["prepare_threshold"] = int(threshold)
+    return options
+
+
+def _safe_behind_poolers(engine: sa.Engine) -> sa.Engine:
+    sa.event.listen(engine, "connect", _prepare_nothing_behind_a_pooler)  # the same listener again is one listener
+    return engine
+
+
+def _prepare_nothing_behind_a_pooler(connection: Any, _record: object) -> None:
+    """Prepare no statements where another server session may answer the next one.
+
+    Clients name prepared statements alike (``_pg3_0``), so one could run what another has prepared. A pooler such as
+    PgBouncer hands out process numbers of its own. A threshold that is not psycopg's default is left as it is.
+    """
+    if connection.prepare_threshold != PREPARE_THRESHOLD_OF_PSYCOPG:
+        return
+    _limit(connection, time.monotonic() + CONNECT_SECONDS)
+    autocommit, connection.autocommit = connection.autocommit, True
+    try:
+        row = connection.cursor(row_factory=tuple_row).execute("SELECT pg_backend_pid()").fetchone()
+        connection.autocommit = autocommit
+    except BaseException:
+        connection.close()
+        raise
+    _unlimit(connection)
+    if row != (connection.info.backend_pid,):
+        connection.prepare_threshold = None
+
+
+class _Loan(Protocol[T_co]):
+    """Something borrowed from the pool."""
+
+    @property
+    def connection(self) -> T_co: ...
+
+    def give_back(self) -> None:
+        """Return it to the pool if it is idle, out of the pool if not: nobody knows what it is in the middle of."""
 
 
 class Database:
-    """Calls SQL functions on a pooled connection of the current process."""
+    """Calls SQL functions on a pooled connection of the current process.
 
-    def __init__(self, engine: sa.Engine) -> None:
+    Limits of time: a call ends ``settle_seconds`` after its start, and the time that the engine takes to notice that
+    it cannot connect. Half of that is what one try waits for its answer. The functions wait for locks for less still
+    (`lock_timeout` in sql/effects.sql), so that of a row held for long the server says that nothing was written.
+    """
+
+    def __init__(self, engine: sa.Engine, *, settle_seconds: float = SETTLE_SECONDS) -> None:
         self.engine = engine
+        self.settle_seconds = settle_seconds
         self._reads_committed: bool | None = None
         _databases.add(self)
 
-    def call(self, statement: str, parameters: Sequence[object]) -> list[tuple[Any, ...]]:
+    def call(self, statement: str, parameters: Sequence[object], *, patient: bool = False) -> list[tuple[Any, ...]]:
         """Run one function call in a READ COMMITTED transaction of its own and return its rows.
 
-        A call whose answer was lost is asked again on another connection: each function gives a repeated question
-        the same answer, under its row lock (G26). Raises `Unavailable` (nothing written), `OutcomeUnknown` (lost,
-        and not settled within `SETTLE_SECONDS`), `SchemaError` or `InvalidArgument`.
+        A call whose answer was lost or late is asked again on another connection: each function gives a repeated
+        question the same answer, under its row lock (G26). A ``patient`` call waits for its answer as long as the
+        connection lasts. Raises `Unavailable` (nothing written), `OutcomeUnknown` (lost, and not settled in time),
+        `SchemaError` or `InvalidArgument`.
         """
-        lost: BaseException | None = None
-        deadline = time.monotonic() + SETTLE_SECONDS
+        lost = False
+        deadline = time.monotonic() + self.settle_seconds
         while True:
             try:
-                return self._once(statement, parameters)
-            except Unavailable as error:
-                if lost is None:
-                    raise
-                if time.monotonic() > deadline:
-                    raise OutcomeUnknown(f"the answer was lost and the database stayed away: {error}") from lost
-                time.sleep(RECONNECT_PAUSE_SECONDS)
-            except psycopg.Error as error:
+                return self._once(statement, parameters, math.inf if patient else self._answer_by(deadline))
+            except (Unavailable, psycopg.Error) as error:
                 failure = classify(error)
-                if failure is Failure.AMBIGUOUS:
-                    lost = error
-                elif failure is not Failure.REPEAT:
-                    raise _translated(error, failure) from error
+                if not lost and failure not in {Failure.AMBIGUOUS, Failure.REPEAT}:
+                    raise translated(error) from error
+                if patient and not lost:
+                    deadline = time.monotonic() + self.settle_seconds
+                again = lost and failure is not Failure.REPEAT
+                lost = lost or failure is Failure.AMBIGUOUS
                 if time.monotonic() > deadline:
-                    if lost is None:
-                        raise Unavailable(f"given up after {SETTLE_SECONDS:.0f} s: {error}") from error
-                    raise OutcomeUnknown(f"the answer was lost: {error}") from error
+                    raise _given_up(error, lost=lost) from error
+            if again:
+                time.sleep(RECONNECT_PAUSE_SECONDS)
 
-    def _once(self, statement: str, parameters: Sequence[object]) -> list[tuple[Any, ...]]:
+    def _answer_by(self, deadline: float = math.inf) -> float:
+        return min(deadline, time.monotonic() + self.settle_seconds / 2)
+
+    def _once(self, statement: str, parameters: Sequence[object], answer_by: float) -> list[tuple[Any, ...]]:
         with self.raw() as connection, connection.cursor(binary=True) as cursor:
+            _limit(connection, answer_by)
             if self._reads_committed is None:
                 isolation = cursor.execute("SHOW default_transaction_isolation").fetchone()
                 self._reads_committed = isolation == ("read committed",)
@@ -104,74 +170,168 @@ class Database:
     @contextmanager
     def raw(self) -> Iterator[psycopg.Connection[Any]]:
         """Lend a psycopg connection in autocommit mode. One that an error left in doubt leaves the pool."""
-        fairy = self._checkout()
-        connection: Any = fairy.driver_connection
-        try:
-            autocommit = connection.autocommit
-            if not autocommit:
-                connection.autocommit = True
-            yield connection
-            if not autocommit:
-                connection.autocommit = False
-        except BaseException:
-            if connection.info.transaction_status != TransactionStatus.IDLE:
-                fairy.invalidate()
-            else:
-                connection.autocommit = autocommit
-            raise
-        finally:
-            fairy.close()
-
-    def _checkout(self) -> sa.PoolProxiedConnection:
-        try:
-            return self.engine.raw_connection()
-        except (sa.exc.DBAPIError, sa.exc.TimeoutError, psycopg.Error) as error:
-            raise unreachable(self.engine, error) from error
+        yield from _lent(lambda: _RawLoan(self.engine))
 
     @contextmanager
     def transaction(self) -> Iterator[sa.Connection]:
         """Open a READ COMMITTED transaction that commits when the block ends well.
 
         READ COMMITTED whatever the engine says: under a frozen snapshot the renewal of a lease would make its own
-        completion fail. Raises `Unavailable` when there is no connection.
+        completion fail. Raises `Unavailable` when there is no connection, and `OutcomeUnknown` when the commit was
+        not answered.
         """
-        try:
-            connection = self.engine.connect().execution_options(isolation_level="READ COMMITTED")
-        except (sa.exc.DBAPIError, sa.exc.TimeoutError) as error:
-            raise unreachable(self.engine, error) from error
-        with connection:
+        committing = False
+        with self._connected() as connection:
+            driver = connection.connection.driver_connection
             try:
                 with connection.begin():
-                    yield connection
-            except BaseException:
-                # After a signal or a lost connection nobody knows what the session is in the middle of.
-                if not connection.invalidated and not connection.closed and _in_doubt(connection):
-                    connection.invalidate()
+                    try:
+                        yield connection
+                        committing = True
+                    finally:
+                        _limit(driver, self._answer_by())
+            except sa.exc.DBAPIError as error:
+                if committing and classify(error) is Failure.AMBIGUOUS:
+                    raise OutcomeUnknown(f"the commit was not answered: {first_line(error)}") from error
                 raise
 
+    @contextmanager
+    def _connected(self) -> Iterator[sa.Connection]:
+        yield from _lent(lambda: _SessionLoan(self.engine))
 
-def unreachable(engine: sa.Engine, error: BaseException) -> Unavailable:
+    def hurry(self, connection: sa.Connection) -> None:
+        """Limit the time that a connection lent by `transaction` waits for each of its remaining answers."""
+        if connection.get_execution_options().get(_LENT):
+            _limit(connection.connection.driver_connection, self._answer_by())
+
+
+class _RawLoan:
+    """A psycopg connection in autocommit mode."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._fairy = _checked_out(engine)
+        connection: Any = self._fairy.driver_connection
+        self._autocommit = connection.autocommit
+        if not self._autocommit:
+            connection.autocommit = True
+        self.connection: psycopg.Connection[Any] = connection
+
+    def give_back(self) -> None:
+        _unlimit(self.connection)
+        if not _is_idle(self.connection):
+            self._fairy.invalidate()
+        elif not self._autocommit:
+            self.connection.autocommit = False
+        self._fairy.close()
+
+
+class _SessionLoan:
+    """A SQLAlchemy connection at READ COMMITTED."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        with _connecting(engine):
+            connection = engine.connect()
+        self.connection = connection.execution_options(isolation_level="READ COMMITTED", **{_LENT: True})
+        self._driver = connection.connection.driver_connection
+
+    def give_back(self) -> None:
+        _unlimit(self._driver)
+        if not self.connection.closed and not self.connection.invalidated and not _is_idle(self._driver):
+            self.connection.invalidate()
+        self.connection.close()
+
+
+def _lent(borrow: Callable[[], _Loan[T]]) -> Generator[T, None, None]:
+    """Lend what is borrowed and give it back, also when a signal handler raises, wherever it does so.
+
+    Every instruction that could be interrupted stands in a block whose `finally` gives the loan back.
+    """
+    loan: _Loan[T] | None = None
+    mask = None
+    try:
+        mask = hold()
+        try:
+            loan = borrow()
+        finally:
+            let_through(mask)
+        yield loan.connection
+    finally:
+        mask = None
+        try:
+            mask = hold()
+        finally:
+            try:
+                if loan is not None:
+                    loan.give_back()
+            finally:
+                let_through(mask)
+
+
+def _checked_out(engine: sa.Engine) -> sa.PoolProxiedConnection:
+    while True:
+        with _connecting(engine):
+            fairy = engine.raw_connection()
+        connection: Any = fairy.driver_connection
+        if not connection.closed:
+            return fairy
+        fairy.invalidate()
+        fairy.close()
+
+
+@contextmanager
+def _connecting(engine: sa.Engine) -> Iterator[None]:
+    try:
+        yield
+    except (sa.exc.DBAPIError, sa.exc.TimeoutError, psycopg.Error) as error:
+        raise unreachable(engine, error) from error
+
+
+def _is_idle(connection: Any) -> bool:
+    driver = connection.pgconn
+    return bool(driver.transaction_status == TransactionStatus.IDLE and driver.pipeline_status == PipelineStatus.OFF)
+
+
+def _limit(connection: Any, answer_by: float) -> None:
+    """From now on take the connection as lost when an answer has not come by ``answer_by``.
+
+    A server that went without a word, or a pooler that holds on to a dead one, never closes it. All waiting of a
+    psycopg connection goes through its `wait`, which looks up ten times a second.
+    """
+    wait: Callable[..., Any] = type(connection).wait
+
+    def limited(answer: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
+        return wait(connection, _until(answer_by, answer), *args, **kwargs)
+
+    if answer_by < math.inf:
+        connection.wait = limited
+
+
+def _unlimit(connection: Any) -> None:
+    vars(connection).pop("wait", None)
+
+
+def _until(answer_by: float, answer: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    try:
+        wanted = next(answer)
+        while True:
+            ready = yield wanted
+            if not ready and time.monotonic() > answer_by:
+                raise psycopg.OperationalError("the server did not answer in time")
+            wanted = answer.send(ready)
+    except StopIteration as stop:
+        return stop.value
+
+
+def _given_up(error: Exception, *, lost: bool) -> PgrefError:
+    if lost:
+        return OutcomeUnknown(f"the answer was lost: {first_line(error)}")
+    return Unavailable(f"given up: {first_line(error)}")
+
+
+def unreachable(engine: sa.Engine, error: Exception) -> Unavailable:
     """Return a one-line `Unavailable` that names the database without its password."""
-    reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-    return Unavailable(f"database {engine.url.render_as_string(hide_password=True)} is not reachable: {reason}")
-
-
-def _in_doubt(connection: sa.Connection) -> bool:
-    driver: Any = connection.connection.driver_connection
-    return bool(driver.info.transaction_status != TransactionStatus.IDLE)
-
-
-def _translated(error: psycopg.Error, failure: Failure) -> PgrefError | psycopg.Error:
-    text = str(error).strip().splitlines()[0]
-    match failure:
-        case Failure.UNAVAILABLE:
-            return Unavailable(text)
-        case Failure.SCHEMA:
-            return SchemaError(f"{text}: run the migrations, and grant the application its role")
-        case Failure.ARGUMENT:
-            return InvalidArgument(text)
-        case _:
-            return error
+    where = engine.url.render_as_string(hide_password=True)
+    return Unavailable(f"database {where} is not reachable: {first_line(error)}")
 
 
 def _forget_parents_connections() -> None:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from pgref import errors
 
-__all__ = ["Failure", "classify", "refusal", "sqlstate"]
+__all__ = ["Failure", "classify", "first_line", "refusal", "rolled_back", "sqlstate", "translated"]
 
 
 class Failure(Enum):
@@ -30,17 +30,21 @@ class Failure(Enum):
     OTHER = auto()
 
 
-# By whole SQLSTATE first, then by class.
-_FAILURES: Final[Mapping[str, Failure]] = {
+# By whole SQLSTATE first, then by class. What has no SQLSTATE did not come from the server: by type.
+_FAILURES: Final[Mapping[str | type[Exception], Failure]] = {
     "08": Failure.AMBIGUOUS,
     "22": Failure.ARGUMENT,
     "25006": Failure.UNAVAILABLE,
+    "25P03": Failure.AMBIGUOUS,
+    "25P04": Failure.AMBIGUOUS,
     "3F": Failure.SCHEMA,
     "40001": Failure.REPEAT,
+    "40003": Failure.AMBIGUOUS,
     "40P01": Failure.REPEAT,
     "42501": Failure.SCHEMA,
     "42883": Failure.SCHEMA,
     "42P01": Failure.SCHEMA,
+    "42703": Failure.SCHEMA,
     "42704": Failure.SCHEMA,
     "53": Failure.UNAVAILABLE,
     "54": Failure.ARGUMENT,
@@ -49,6 +53,10 @@ _FAILURES: Final[Mapping[str, Failure]] = {
     "57P": Failure.AMBIGUOUS,
     "58": Failure.AMBIGUOUS,
     "XX": Failure.AMBIGUOUS,
+    errors.Unavailable: Failure.UNAVAILABLE,
+    psycopg.DataError: Failure.ARGUMENT,
+    psycopg.ProgrammingError: Failure.OTHER,
+    psycopg.Error: Failure.AMBIGUOUS,
 }
 
 _REFUSALS: Final[Mapping[str, tuple[type[errors.Refused], str]]] = {
@@ -66,21 +74,45 @@ _REFUSALS: Final[Mapping[str, tuple[type[errors.Refused], str]]] = {
 
 def sqlstate(error: BaseException) -> str | None:
     """Return the SQLSTATE of a psycopg error or of SQLAlchemy's wrapper around one."""
-    if isinstance(error, sa.exc.DBAPIError):
-        error = error.orig or error
-    return getattr(error, "sqlstate", None)
+    return getattr(_unwrapped(error), "sqlstate", None)
 
 
 def classify(error: BaseException) -> Failure:
     """Say what ``error`` means. A lost connection has no SQLSTATE."""
-    state = sqlstate(error)
-    if state is None:
-        inner = error.orig if isinstance(error, sa.exc.DBAPIError) else error
-        return Failure.ARGUMENT if isinstance(inner, psycopg.DataError) else Failure.AMBIGUOUS
-    for length in (5, 3, 2):
-        if found := _FAILURES.get(state[:length]):
-            return found
-    return Failure.OTHER
+    cause = _unwrapped(error)
+    state = sqlstate(cause)
+    names = type(cause).__mro__ if state is None else (state, state[:3], state[:2])
+    return next((_FAILURES[name] for name in names if name in _FAILURES), Failure.OTHER)
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    return (error.orig or error) if isinstance(error, sa.exc.DBAPIError) else error
+
+
+def first_line(error: BaseException) -> str:
+    """Return what ``error`` says, without the server's context."""
+    return (str(_unwrapped(error)).strip() or type(error).__name__).splitlines()[0]
+
+
+def translated(error: Exception) -> Exception:
+    """Return pgref's error for that of a statement which was not written, or ``error`` if there is none."""
+    text = first_line(error)
+    match classify(error):
+        case Failure.UNAVAILABLE if not isinstance(error, errors.Unavailable):
+            return errors.Unavailable(text)
+        case Failure.SCHEMA:
+            return errors.SchemaError(f"{text}: run the migrations, and grant the application its role")
+        case Failure.ARGUMENT:
+            return errors.InvalidArgument(text)
+        case _:
+            return error
+
+
+def rolled_back(error: Exception) -> Exception:
+    """Return pgref's error for that of a statement in a transaction: if no commit was sent, nothing was written."""
+    if classify(error) in {Failure.AMBIGUOUS, Failure.REPEAT}:
+        return errors.Unavailable(f"rolled back: {first_line(error)}")
+    return translated(error)
 
 
 def refusal(verdict: str, key: str, **attributes: object) -> errors.Refused:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Final
-
-# The public wrapper turns every number into an enum, which costs ten times the call.
-from _signal import pthread_sigmask
 
 __all__ = ["hold", "let_through"]
 
 Mask = Iterable[int] | None
+
+# The public wrapper turns every number into an enum, which costs ten times the call.
+pthread_sigmask: Final[Callable[[int, Iterable[int]], Iterable[int]]] = import_module("_signal").pthread_sigmask
 
 _HELD: Final = tuple(
     int(number)

@@ -34,7 +34,7 @@ from pgref.contracts.effects import (
 from pgref.errors import FingerprintMismatch, Refused
 from pgref.keys import valid_batch, valid_fence, valid_key, valid_limit, valid_text, valid_ttl
 from pgref.postgres._connection import Database
-from pgref.postgres._errors import refusal, sqlstate
+from pgref.postgres._errors import refusal, rolled_back, sqlstate
 from pgref.postgres.schema import quoted
 
 __all__ = ["PostgresEffectStore"]
@@ -147,15 +147,17 @@ class PostgresEffectStore:
     ) -> None:
         """Complete in the caller's transaction, so that effect and completion commit together or not at all.
 
-        Raises the fence errors, or `LeaseLost` when the key is already done: the transaction must then be rolled back.
+        Raises the fence errors, `LeaseLost` when the key is already done, or `Unavailable` (busy, or the connection
+        is lost): the transaction must then be rolled back.
         """
-        cursor: Any = connection.connection.cursor()
         arguments = (*_credentials(action, lease), _valid_result(result), self._clock.now())
+        self._database.hurry(connection)
+        cursor: Any = connection.connection.cursor()
         try:
             cursor.execute(self._statement("complete_here", len(arguments)), arguments)
         except psycopg.Error as error:
             if sqlstate(error) != _REFUSED_IN_TRANSACTION:
-                raise
+                raise rolled_back(error) from error
             verdict = error.diag.message_detail or "lease_lost"
             raise refusal(verdict, action.key, fence=lease.fence) from None
 
@@ -211,9 +213,9 @@ class PostgresEffectStore:
         raise _ruling_refusal(answer, action)
 
     def raise_fences(self, floor: int, *, by: str = "", why: str = "") -> int:
-        rows = self._rows(
-            "raise_fences", valid_fence(floor, "floor"), valid_text(by, "by"), valid_text(why, "why"), self._clock.now()
-        )
+        arguments = (valid_fence(floor, "floor"), valid_text(by, "by"), valid_text(why, "why"), self._clock.now())
+        # It touches every resource there is.
+        rows = self._database.call(self._statement("raise_fences", len(arguments)), arguments, patient=True)
         return int(rows[0][0])
 
     def retain(self, older_than_seconds: float, limit: int) -> int:

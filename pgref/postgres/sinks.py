@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from pgref.errors import FenceStale
 from pgref.keys import valid_fence, valid_key
 from pgref.postgres._connection import Database
+from pgref.postgres._errors import rolled_back
 from pgref.postgres.schema import quoted
 
 __all__ = ["PostgresSink"]
@@ -41,6 +42,9 @@ class PostgresSink:
 
     def _admit(self, connection: sa.Connection, resource: str, fence: int) -> None:
         statement = sa.text(f"SELECT {self._schema}.sink_admit(:resource, :fence)")
-        seen = connection.execute(statement, {"resource": resource, "fence": fence}).scalar_one()
+        try:
+            seen = connection.execute(statement, {"resource": resource, "fence": fence}).scalar_one()
+        except sa.exc.DBAPIError as error:
+            raise rolled_back(error) from error
         if seen > fence:
             raise FenceStale(f"{resource!r} has seen fence {seen}", fence=fence, seen=seen)

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from pgref.clock import Clock
 from pgref.conformance import EffectStoreConformance
 from pgref.contracts.effects import EffectStore
-from pgref.postgres import Stores
+from pgref.postgres import Stores, drop_schema, new_schema
 
 
 class TestPostgresEffectStore(EffectStoreConformance):
@@ -21,6 +21,12 @@ class TestPostgresEffectStore(EffectStoreConformance):
 
     def make_store(self, clock: Clock) -> EffectStore:
         engine, schema = self.backend
+        return Stores.open(engine, schema=schema, clock=clock).effects
+
+    def make_empty_store(self, clock: Clock) -> EffectStore:
+        engine, _ = self.backend
+        schema = new_schema(engine)
+        self.afterwards.callback(drop_schema, engine, schema)
         return Stores.open(engine, schema=schema, clock=clock).effects
 
 

@@ -6,6 +6,9 @@
 --
 -- Locks: resource row, then action rows in key order. The clock is read after the locks, and judging stands in a
 -- later statement than the lock: a statement that had to wait judges other tables by its old snapshot.
+-- Whoever waits for a lock longer than lock_timeout is told so (55P03), before its client gives up waiting for the
+-- answer: a session that is stuck with a row does not pile up others behind it. Set by the function, it needs no
+-- statement of its own, holds under a pooler, and ends with the function inside a user's transaction.
 --
 -- State: 0 free, 1 in flight, 2 uncertain, 3 done.
 
@@ -29,110 +32,116 @@ CREATE OR REPLACE FUNCTION effect_acquire(
   p_key text, p_resource text, p_fingerprint text, p_retry_safe boolean, p_payload text,
   p_holder uuid, p_ttl interval, p_now timestamptz DEFAULT NULL
 ) RETURNS effect_answer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
-  a effect_action;
-  r effect_resource;
-  h effect_action;
+  v_row effect_action;
   t timestamptz;
   v effect_answer;
+  v_fence bigint;
+  v_granted bigint;
+  v_rival text;
+  v_until timestamptz;
 BEGIN
   LOOP
-    SELECT * INTO a FROM effect_action WHERE key = p_key;
     t := coalesce(p_now, clock_timestamp());
-    IF a.key IS NOT NULL THEN
-      IF a.fingerprint <> p_fingerprint THEN
-        v.verdict := 'fingerprint_mismatch';
-        RETURN v;
+    SELECT
+        CASE
+          WHEN a.fingerprint <> p_fingerprint THEN 'fingerprint_mismatch'
+          WHEN a.state = 3 THEN 'done'
+          WHEN a.state = 2 THEN 'uncertain'
+          WHEN a.state = 1 AND t >= a.expires_at THEN 'expired'
+          WHEN a.state = 1 AND a.holder = p_holder AND a.resource = p_resource THEN 'granted'
+          WHEN a.state = 1 THEN 'in_flight'
+        END,
+        a.fence,
+        CASE a.state WHEN 1 THEN a.expires_at ELSE a.uncertain_at END,
+        a.attempt,
+        CASE a.state WHEN 3 THEN a.result ELSE a.reason END,
+        CASE a.state WHEN 1 THEN extract(epoch FROM a.expires_at - t) END
+      INTO v FROM effect_action a WHERE a.key = p_key;
+    IF v.verdict = 'expired' THEN
+      SELECT * INTO v_row FROM effect_action WHERE key = p_key FOR UPDATE;
+      t := coalesce(p_now, clock_timestamp());
+      IF v_row.state = 1 AND t >= v_row.expires_at THEN
+        PERFORM effect_flip(p_key, t);
       END IF;
-      IF a.state = 3 THEN
-        v.verdict := 'done'; v.value := a.result;
-        RETURN v;
-      END IF;
-      IF a.state = 2 THEN
-        v.verdict := 'uncertain'; v.value := a.reason; v.at := a.uncertain_at;
-        RETURN v;
-      END IF;
-      IF a.state = 1 THEN
-        IF t < a.expires_at THEN
-          v.verdict := CASE WHEN a.holder = p_holder AND a.resource = p_resource THEN 'granted' ELSE 'in_flight' END;
-          v.fence := a.fence; v.at := a.expires_at; v.attempt := a.attempt;
-          v.seconds := extract(epoch FROM a.expires_at - t);
-          RETURN v;
-        END IF;
-        SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
-        t := coalesce(p_now, clock_timestamp());
-        IF a.state = 1 AND t >= a.expires_at THEN
-          PERFORM effect_flip(p_key, t);
-        END IF;
-        CONTINUE;
-      END IF;
+      CONTINUE;
+    ELSIF v.verdict IS NOT NULL THEN
+      RETURN v;
     END IF;
 
-    SELECT * INTO r FROM effect_resource WHERE resource = p_resource;
-    h := NULL;
-    IF r.resource IS NOT NULL AND r.action_key <> p_key THEN
-      SELECT * INTO h FROM effect_action WHERE key = r.action_key;
-      IF NOT coalesce(effect_is_held(h, r), false) THEN
-        h := NULL;
-      ELSIF t < h.expires_at THEN
-        v.verdict := 'contended'; v.seconds := extract(epoch FROM h.expires_at - t);
-        RETURN v;
-      END IF;
+    SELECT r.fence, r.granted_fence, h.key, h.expires_at INTO v_fence, v_granted, v_rival, v_until
+      FROM effect_resource r
+      LEFT JOIN effect_action h ON h.key = r.action_key AND h.key <> p_key
+        AND h.state IN (1, 2) AND NOT h.released AND h.fence = r.granted_fence AND h.resource = r.resource
+      WHERE r.resource = p_resource;
+    IF t < v_until THEN
+      v.verdict := 'contended'; v.seconds := extract(epoch FROM v_until - t);
+      RETURN v;
     END IF;
 
-    -- Nothing speaks against a grant: lock, and go back to the first look if anything has moved since.
-    IF r.resource IS NULL THEN
+    -- Nothing speaks against a grant: lock, and look again if anything has moved since.
+    IF v_fence IS NULL AND v.attempt IS NULL THEN
       INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
         SELECT p_resource, fence_floor + 1, fence_floor + 1, p_key FROM effect_store
         ON CONFLICT DO NOTHING RETURNING fence INTO v.fence;
       CONTINUE WHEN NOT FOUND;
-    ELSE
-      PERFORM FROM effect_resource
-        WHERE resource = p_resource AND fence = r.fence AND granted_fence = r.granted_fence FOR UPDATE;
-      CONTINUE WHEN NOT FOUND;
-      v.fence := r.fence + 1;
-    END IF;
-
-    IF h.key IS NOT NULL OR a.key IS NOT NULL THEN
-      PERFORM FROM effect_action WHERE key IN (p_key, h.key) ORDER BY key FOR UPDATE;
-      t := coalesce(p_now, clock_timestamp());
-    END IF;
-    IF h.key IS NOT NULL THEN
-      SELECT * INTO h FROM effect_action WHERE key = h.key;
-      IF coalesce(effect_is_held(h, r), false) THEN
-        CONTINUE WHEN t < h.expires_at;
-        IF h.state = 1 THEN
-          PERFORM effect_flip(h.key, t);
-        END IF;
-      END IF;
-    END IF;
-
-    IF a.key IS NULL THEN
       INSERT INTO effect_action (
-        key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at
-      ) VALUES (
-        p_key, p_resource, p_fingerprint, p_retry_safe, p_payload, 1, 1, v.fence, p_holder, t, t, t + p_ttl
-      ) ON CONFLICT DO NOTHING;
+          key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at)
+        VALUES (p_key, p_resource, p_fingerprint, p_retry_safe, p_payload, 1, 1, v.fence, p_holder, t, t, t + p_ttl)
+        ON CONFLICT DO NOTHING;
+      IF NOT FOUND THEN
+        -- The same key was granted on another resource meanwhile: ours was made for nothing.
+        DELETE FROM effect_resource WHERE resource = p_resource AND fence = v.fence;
+        CONTINUE;
+      END IF;
       v.attempt := 1;
     ELSE
-      UPDATE effect_action SET
-        resource = p_resource, fingerprint = p_fingerprint, retry_safe = p_retry_safe, payload = p_payload,
-        state = 1, attempt = a.attempt + 1, fence = v.fence, holder = p_holder, granted_at = t, expires_at = t + p_ttl,
-        released = false, expired = false, ruling = NULL, due_at = NULL
-      WHERE key = p_key AND state = 0 AND attempt = a.attempt;
-      v.attempt := a.attempt + 1;
-    END IF;
-    IF NOT FOUND THEN
-      -- The same key was granted on another resource meanwhile.
-      IF r.resource IS NULL THEN
-        DELETE FROM effect_resource WHERE resource = p_resource AND fence = v.fence;
+      IF v_fence IS NULL THEN
+        INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
+          SELECT p_resource, fence_floor, fence_floor, '' FROM effect_store ON CONFLICT DO NOTHING;
+        CONTINUE;
       END IF;
-      CONTINUE;
-    END IF;
-    IF r.resource IS NOT NULL THEN
+      PERFORM FROM effect_resource
+        WHERE resource = p_resource AND fence = v_fence AND granted_fence = v_granted FOR UPDATE;
+      CONTINUE WHEN NOT FOUND;
+      IF v_rival IS NOT NULL OR v.attempt IS NOT NULL THEN
+        PERFORM FROM effect_action WHERE key IN (p_key, v_rival) ORDER BY key FOR UPDATE;
+      END IF;
+      t := coalesce(p_now, clock_timestamp());
+      IF v_rival IS NOT NULL THEN
+        SELECT * INTO v_row FROM effect_action WHERE key = v_rival;
+        IF v_row.state IN (1, 2) AND NOT v_row.released AND v_row.fence = v_granted AND v_row.resource = p_resource THEN
+          CONTINUE WHEN t < v_row.expires_at;
+          IF v_row.state = 1 THEN
+            PERFORM effect_flip(v_rival, t);
+          END IF;
+        END IF;
+      END IF;
+      v.fence := v_fence + 1;
+      IF v.attempt IS NULL THEN
+        INSERT INTO effect_action (
+            key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at)
+          VALUES (p_key, p_resource, p_fingerprint, p_retry_safe, p_payload, 1, 1, v.fence, p_holder, t, t, t + p_ttl)
+          ON CONFLICT DO NOTHING;
+      ELSE
+        UPDATE effect_action SET
+          resource = p_resource, fingerprint = p_fingerprint, retry_safe = p_retry_safe, payload = p_payload,
+          state = 1, attempt = v.attempt + 1, fence = v.fence, holder = p_holder, granted_at = t, expires_at = t + p_ttl,
+          released = false, expired = false, ruling = NULL, due_at = NULL
+        WHERE key = p_key AND state = 0 AND attempt = v.attempt;
+      END IF;
+      CONTINUE WHEN NOT FOUND;
       UPDATE effect_resource SET fence = v.fence, granted_fence = v.fence, action_key = p_key
-        WHERE resource = p_resource AND fence = r.fence;
+        WHERE resource = p_resource AND fence = v_fence;
+      v.attempt := coalesce(v.attempt, 0) + 1;
+    END IF;
+
+    -- An insert can wait for a rival that then rolls back: the lease runs from after that.
+    IF p_now IS NULL AND clock_timestamp() > t + interval '10 milliseconds' THEN
+      t := clock_timestamp();
+      UPDATE effect_action SET granted_at = t, expires_at = t + p_ttl
+        WHERE key = p_key AND fence = v.fence AND holder = p_holder AND state = 1;
     END IF;
     v.verdict := 'granted'; v.at := t + p_ttl;
     RETURN v;
@@ -175,7 +184,7 @@ CREATE OR REPLACE FUNCTION effect_acquire_many(
   p_keys text[], p_resources text[], p_fingerprints text[], p_retry_safe boolean[], p_payloads text[],
   p_holders uuid[], p_ttl interval, p_now timestamptz DEFAULT NULL
 ) RETURNS TABLE (ordinal bigint, verdict text, fence bigint, at timestamptz, attempt integer, value text, seconds double precision)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 #variable_conflict use_column
 DECLARE
   t timestamptz := coalesce(p_now, clock_timestamp());
@@ -196,7 +205,7 @@ BEGIN
   END IF;
 
   INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
-    SELECT DISTINCT p_resources[o], s.fence_floor, s.fence_floor, '' FROM unnest(v_open) o, effect_store s ORDER BY 1
+    SELECT DISTINCT p_resources[o], s.fence_floor, 0, '' FROM unnest(v_open) o, effect_store s ORDER BY 1
     ON CONFLICT DO NOTHING;
   PERFORM FROM effect_resource WHERE resource IN (SELECT p_resources[o] FROM unnest(v_open) o)
     ORDER BY resource FOR UPDATE;
@@ -303,7 +312,7 @@ CREATE OR REPLACE FUNCTION effect_complete(
   p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
   p_result text, p_now timestamptz DEFAULT NULL
 ) RETURNS effect_answer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   a effect_action;
   r effect_resource;
@@ -356,7 +365,7 @@ CREATE OR REPLACE FUNCTION effect_complete_many(
   p_keys text[], p_resources text[], p_fingerprints text[], p_lease_resources text[], p_fences bigint[], p_holders uuid[],
   p_results text[], p_now timestamptz DEFAULT NULL
 ) RETURNS TABLE (ordinal bigint, verdict text)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 #variable_conflict use_column
 BEGIN
   PERFORM FROM effect_action WHERE key = ANY (p_keys) ORDER BY key FOR UPDATE;
@@ -382,7 +391,7 @@ CREATE OR REPLACE FUNCTION effect_complete_here(
   p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
   p_result text, p_now timestamptz DEFAULT NULL
 ) RETURNS effect_answer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   v effect_answer;
 BEGIN
@@ -398,7 +407,7 @@ CREATE OR REPLACE FUNCTION effect_renew(
   p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
   p_ttl interval, p_now timestamptz DEFAULT NULL
 ) RETURNS effect_answer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   a effect_action;
   r effect_resource;
@@ -425,7 +434,7 @@ CREATE OR REPLACE FUNCTION effect_renew_many(
   p_keys text[], p_resources text[], p_fingerprints text[], p_lease_resources text[], p_fences bigint[], p_holders uuid[],
   p_ttl interval, p_now timestamptz DEFAULT NULL
 ) RETURNS TABLE (ordinal bigint, verdict text)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 #variable_conflict use_column
 DECLARE
   t timestamptz;
@@ -468,7 +477,7 @@ CREATE OR REPLACE FUNCTION effect_mark_uncertain(
   p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
   p_reason text, p_by text, p_now timestamptz DEFAULT NULL
 ) RETURNS effect_answer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   a effect_action;
   t timestamptz;
@@ -495,7 +504,7 @@ END $$;
 CREATE OR REPLACE FUNCTION effect_release(
   p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid
 ) RETURNS effect_answer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   a effect_action;
   r effect_resource;
@@ -519,7 +528,7 @@ CREATE OR REPLACE FUNCTION effect_abandon(
   p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
   p_due_in interval, p_now timestamptz DEFAULT NULL
 ) RETURNS effect_answer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   a effect_action;
   t timestamptz;
@@ -545,14 +554,16 @@ END $$;
 CREATE OR REPLACE FUNCTION effect_begin_reconcile(
   p_key text, p_fingerprint text, p_holder uuid, p_ttl interval, p_now timestamptz DEFAULT NULL
 ) RETURNS effect_answer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   a effect_action;
   r effect_resource;
   h effect_action;
   t timestamptz;
+  v_floor bigint;
   v effect_answer;
 BEGIN
+  SELECT fence_floor INTO v_floor FROM effect_store;  -- first, as raise_fences does
   SELECT * INTO a FROM effect_action WHERE key = p_key;
   SELECT * INTO r FROM effect_resource WHERE resource = a.resource FOR UPDATE;
   SELECT * INTO a FROM effect_action WHERE key = p_key AND resource = r.resource FOR UPDATE;
@@ -577,7 +588,7 @@ BEGIN
   END IF;
   SELECT * INTO h FROM effect_action WHERE key = r.action_key AND key <> p_key;
   IF coalesce(effect_is_held(h, r) AND t < h.expires_at, false)
-    AND r.granted_fence > (SELECT fence_floor FROM effect_store) THEN
+    AND r.granted_fence > v_floor THEN
     v.fence := r.granted_fence;
   ELSE
     v.fence := r.fence + 1;
@@ -595,7 +606,7 @@ CREATE OR REPLACE FUNCTION effect_resolve_uncertain(
   p_key text, p_fingerprint text, p_applied boolean, p_result text, p_by text, p_why text, p_force boolean,
   p_now timestamptz DEFAULT NULL
 ) RETURNS effect_answer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   a effect_action;
   t timestamptz;
@@ -646,7 +657,7 @@ END $$;
 -- touch the indexes. Nothing granted before the watermark is in flight; it stays ten minutes behind the clock, for
 -- grants whose commit is slow.
 CREATE OR REPLACE FUNCTION effect_expire_intents(p_limit integer, p_now timestamptz DEFAULT NULL) RETURNS integer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   t timestamptz := coalesce(p_now, clock_timestamp());
   v_watermark timestamptz;
@@ -679,7 +690,7 @@ END $$;
 -- Free keys that are still wanted: each goes to one caller, and comes again if nobody is granted it meanwhile.
 CREATE OR REPLACE FUNCTION effect_claim_due(p_limit integer, p_again_after interval, p_now timestamptz DEFAULT NULL)
 RETURNS SETOF effect_action
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   t timestamptz := coalesce(p_now, clock_timestamp());
 BEGIN
@@ -692,15 +703,18 @@ END $$;
 
 
 -- After a failover that may have lost commits: no later grant at or below the floor, no intent of before trusted (G28).
--- The table locks make grants under way finish first and later ones see the floor.
+-- Who makes a resource has read the floor, which this waits for and shuts out. Other grants go by the row of their
+-- resource: they are over, with their intent in sight, before it is locked here, or see its new fence after.
 CREATE OR REPLACE FUNCTION effect_raise_fences(p_floor bigint, p_by text, p_why text, p_now timestamptz DEFAULT NULL)
 RETURNS integer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   t timestamptz;
   v_count integer;
 BEGIN
-  LOCK TABLE effect_store, effect_resource, effect_action IN SHARE ROW EXCLUSIVE MODE;
+  LOCK TABLE effect_store IN ACCESS EXCLUSIVE MODE;
+  PERFORM FROM effect_resource ORDER BY resource FOR UPDATE;
+  PERFORM FROM effect_action WHERE state = 1 ORDER BY key FOR UPDATE;
   t := coalesce(p_now, clock_timestamp());
   UPDATE effect_store SET fence_floor = p_floor WHERE fence_floor < p_floor;
   UPDATE effect_resource SET fence = p_floor WHERE fence < p_floor;
@@ -718,7 +732,7 @@ END $$;
 -- Whole keys, done for longer than asked, the oldest first (G25). The row of the resource keeps its fence.
 CREATE OR REPLACE FUNCTION effect_retain(p_older_than interval, p_limit integer, p_now timestamptz DEFAULT NULL)
 RETURNS integer
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
   v_before timestamptz := coalesce(p_now, clock_timestamp()) - p_older_than;
   v_keys text[];
