@@ -41,6 +41,7 @@ DECLARE
   v_granted bigint;
   v_rival text;
   v_until timestamptz;
+  v_looked boolean := false;
 BEGIN
   LOOP
     t := coalesce(p_now, clock_timestamp());
@@ -70,15 +71,19 @@ BEGIN
       RETURN v;
     END IF;
 
-    SELECT r.fence, r.granted_fence, h.key, h.expires_at INTO v_fence, v_granted, v_rival, v_until
-      FROM effect_resource r
-      LEFT JOIN effect_action h ON h.key = r.action_key AND h.key <> p_key
-        AND h.state IN (1, 2) AND NOT h.released AND h.fence = r.granted_fence AND h.resource = r.resource
-      WHERE r.resource = p_resource;
-    IF t < v_until THEN
-      v.verdict := 'contended'; v.seconds := extract(epoch FROM v_until - t);
-      RETURN v;
+    -- A new key that is its own resource is nearly always the first on it: then the look at the resource is spared.
+    IF v_looked OR v.attempt IS NOT NULL OR p_resource <> p_key THEN
+      SELECT r.fence, r.granted_fence, h.key, h.expires_at INTO v_fence, v_granted, v_rival, v_until
+        FROM effect_resource r
+        LEFT JOIN effect_action h ON h.key = r.action_key AND h.key <> p_key
+          AND h.state IN (1, 2) AND NOT h.released AND h.fence = r.granted_fence AND h.resource = r.resource
+        WHERE r.resource = p_resource;
+      IF t < v_until THEN
+        v.verdict := 'contended'; v.seconds := extract(epoch FROM v_until - t);
+        RETURN v;
+      END IF;
     END IF;
+    v_looked := true;
 
     -- Nothing speaks against a grant: lock, and look again if anything has moved since.
     IF v_fence IS NULL AND v.attempt IS NULL THEN
