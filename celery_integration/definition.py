@@ -103,8 +103,6 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     lease_seconds: float
-    asked_at: float
-    """Monotonic time before the lease was asked for."""
 
     @property
     def worker(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from pgref.errors import FenceError, OutcomeUnknown, PgrefError, Refused, Unavai
 
 if TYPE_CHECKING:
     from celery_integration.definition import Call
+    from celery_integration.leases import HeldLease
     from pgref.contracts.effects import Granted
 
 __all__ = ["Interrupted", "run_in_transaction", "run_outside"]
@@ -38,6 +39,12 @@ class Attempt:
     gate: Gate
     call: Call
     granted: Granted
+    asked_at: float
+    """Monotonic time before the lease was asked for."""
+
+    def kept(self) -> AbstractContextManager[HeldLease]:
+        """Renew the lease while the block runs."""
+        return self.gate.keeper.keep(self.call.action, self.granted.lease, self.call.lease_seconds, self.asked_at)
 
     def abandon(self, error: BaseException) -> None:
         """Withdraw the intent after a definite failure. If the store is away, expiry will settle it."""
@@ -71,7 +78,7 @@ def run_in_transaction(attempt: Attempt) -> Any:
     """
     gate, call, lease = attempt.gate, attempt.call, attempt.granted.lease
     completing = False
-    with ExitStack() as holding, gate.keeper.keep(call.action, lease, call.lease_seconds, call.asked_at) as held:
+    with ExitStack() as holding, attempt.kept() as held:
         effect = Effect(call.task, call.action, fence=lease.fence, attempt=attempt.granted.attempt, held=held)
         try:
             with gate.stores.database.transaction() as connection:
@@ -119,7 +126,7 @@ def run_outside(attempt: Attempt) -> Any:
     `Interrupted`.
     """
     gate, call, lease = attempt.gate, attempt.call, attempt.granted.lease
-    with ExitStack() as holding, gate.keeper.keep(call.action, lease, call.lease_seconds, call.asked_at) as held:
+    with ExitStack() as holding, attempt.kept() as held:
         effect = Effect(call.task, call.action, fence=lease.fence, attempt=attempt.granted.attempt, held=held)
         try:
             value = call.run(effect)

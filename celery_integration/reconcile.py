@@ -16,7 +16,7 @@ from celery_integration.effect import Applied, Effect, NotApplied, Unknown
 from celery_integration.process import Gate, gate_of
 from celery_integration.results import dump_result
 from pgref.contracts.effects import Action, EffectRecord, Resolution, RetrySafety, Ruling
-from pgref.errors import NotUncertain, PgrefError, ReconcileTaken, UnsafeNotRetryable
+from pgref.errors import NotUncertain, ReconcileTaken, UnsafeNotRetryable
 
 __all__ = ["Step", "reconcile", "step_for", "sweep"]
 
@@ -126,8 +126,14 @@ def sweep(app: Celery) -> Swept:
 def _settle(app: Celery, gate: Gate, record: EffectRecord) -> bool:
     try:
         call = _call_of(app, gate, record)
-        return call is not None and reconcile(gate, call) is not None
-    except PgrefError:
+        if call is None or step_for(call.definition) is Step.LEAVE:
+            # Claimed all the same, so that the next sweep begins with those that were looked at longest ago.
+            gate.effects.begin_reconcile(record.action, gate.settings.reconcile_seconds)
+            return False
+        return reconcile(gate, call) is not None
+    except (ReconcileTaken, NotUncertain):
+        return False
+    except Exception:
         logger.exception("cannot settle %s now", record.key)
         return False
 
@@ -141,9 +147,7 @@ def _call_of(app: Celery, gate: Gate, record: EffectRecord) -> Call | None:
     if task is None or not isinstance(definition, Definition):
         logger.error("%s is of task %s, which is not known here", record.key, message["task"])
         return None
-    return Call(
-        task, definition, record.action, tuple(message["args"]), message["kwargs"], gate.settings.lease_seconds, 0.0
-    )
+    return Call(task, definition, record.action, tuple(message["args"]), message["kwargs"], gate.settings.lease_seconds)
 
 
 def _dispatch(app: Celery, record: EffectRecord) -> bool:

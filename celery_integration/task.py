@@ -18,7 +18,7 @@ from celery_integration.process import Gate, gate_of
 from celery_integration.reconcile import reconcile
 from celery_integration.results import load_result
 from pgref.contracts.effects import Contended, Done, Granted, InFlight, Uncertain
-from pgref.errors import OutcomeUnknown, Unavailable
+from pgref.errors import OutcomeUnknown, SchemaError, Unavailable
 
 __all__ = ["FencedTask"]
 
@@ -52,9 +52,10 @@ class FencedTask(Task):  # type: ignore[type-arg]
         call = self._call(gate, args, kwargs)
         try:
             while True:
+                asked_at = time.monotonic()
                 match gate.effects.acquire(call.action, call.lease_seconds):
                     case Granted() as granted:
-                        return self._run(Attempt(gate, call, granted))
+                        return self._run(Attempt(gate, call, granted, asked_at))
                     case Done(result=result):
                         return load_result(result)
                     case InFlight(retry_after_seconds=seconds) | Contended(retry_after_seconds=seconds):
@@ -67,8 +68,8 @@ class FencedTask(Task):  # type: ignore[type-arg]
         except Interrupted as error:
             logger.warning("%s was interrupted and comes back: %s", call.action.key, error)
             self._come_back(call, gate.settings.comeback_seconds_max)
-        except (Unavailable, OutcomeUnknown) as error:
-            logger.warning("%s comes back: %s", call.action.key, error)
+        except (Unavailable, OutcomeUnknown, SchemaError) as error:
+            logger.error("%s comes back: %s", call.action.key, error)  # noqa: TRY400  the database is away, not the code
             self._come_back(call, AWAY_SECONDS)
 
     def _run(self, attempt: Attempt) -> Any:
@@ -83,7 +84,7 @@ class FencedTask(Task):  # type: ignore[type-arg]
         request = self.request
         action = self.definition.action(self.name, bound, request.id or str(uuid4()), payload_of(self, args, kwargs))
         lease_seconds = self.definition.policy.lease_seconds or gate.settings.lease_seconds
-        return Call(self, self.definition, action, args, kwargs, lease_seconds, time.monotonic())
+        return Call(self, self.definition, action, args, kwargs, lease_seconds)
 
     def _come_back(self, call: Call, seconds: float) -> NoReturn:
         come_back(self, call.args, dict(call.kwargs), key=call.action.key, seconds=seconds)

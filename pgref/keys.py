@@ -7,7 +7,7 @@ import json
 import math
 import numbers
 import uuid
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from enum import Enum
@@ -24,14 +24,19 @@ __all__ = [
     "fingerprint",
     "idempotency_key",
     "valid_batch",
+    "valid_callable",
     "valid_fence",
+    "valid_instance",
     "valid_key",
     "valid_limit",
+    "valid_sequence",
     "valid_text",
     "valid_ttl",
 ]
 
-T = TypeVar("T", bound=Hashable)
+T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
+C = TypeVar("C", bound=Callable[..., Any])
 
 BATCH_MAX = 1000
 """Most actions that one call takes."""
@@ -78,12 +83,12 @@ def valid_ttl(value: object, argument: str = "ttl_seconds") -> float:
     return seconds
 
 
-def valid_fence(value: object, argument: str = "fence") -> int:
+def valid_fence(value: object, argument: str = "fence", *, fence_min: int = 1) -> int:
     """Return ``value`` if it can be a fence (1 to 2⁶³-1), else raise `InvalidArgument` (G34)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgument(f"{argument} must be an int, not {type(value).__name__}")
-    if not 1 <= value <= FENCE_MAX:
-        raise InvalidArgument(f"{argument} must be 1 to {FENCE_MAX}")
+    if not fence_min <= value <= FENCE_MAX:
+        raise InvalidArgument(f"{argument} must be {fence_min} to {FENCE_MAX}")
     return value
 
 
@@ -96,7 +101,28 @@ def valid_limit(value: object, argument: str = "limit") -> int:
     return value
 
 
-def valid_batch(values: Sequence[T], argument: str, length: int | None = None) -> Sequence[T]:
+def valid_instance(value: object, cls: type[T], argument: str) -> T:
+    """Return ``value`` if it is a ``cls``, else raise `InvalidArgument`."""
+    if not isinstance(value, cls):
+        raise InvalidArgument(f"{argument} must be a {cls.__name__}, not {type(value).__name__}")
+    return value
+
+
+def valid_callable(value: C, argument: str) -> C:
+    """Return ``value`` if it can be called, else raise `InvalidArgument`."""
+    if not callable(value):
+        raise InvalidArgument(f"{argument} must be callable, not {type(value).__name__}")
+    return value
+
+
+def valid_sequence(values: Sequence[T], argument: str) -> Sequence[T]:
+    """Return ``values`` if they are a sequence, such as a list or a tuple, else raise `InvalidArgument`."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
+        raise InvalidArgument(f"{argument} must be a sequence, not {type(values).__name__}")
+    return values
+
+
+def valid_batch(values: Sequence[H], argument: str, length: int | None = None) -> Sequence[H]:
     """Return ``values`` if they are at most `BATCH_MAX`, distinct and ``length`` many, or raise `InvalidArgument`."""
     if len(values) > BATCH_MAX:
         raise InvalidArgument(f"{argument} must be at most {BATCH_MAX}, not {len(values)}")
@@ -156,4 +182,4 @@ def _number_text(number: Decimal) -> str:
 
 def idempotency_key(key: str) -> str:
     """Return the stable key to hand to an outside provider: the same for every attempt of ``key``."""
-    return str(uuid.uuid5(_IDEMPOTENCY_NAMESPACE, key))
+    return str(uuid.uuid5(_IDEMPOTENCY_NAMESPACE, valid_key(key, "key")))

@@ -1,1 +1,6 @@
-pytest_plugins = ["tests.plugins.servers", "tests.plugins.workers"]
+pytest_plugins = [
+    "tests.plugins.hypothesis_profiles",
+    "tests.plugins.pgbouncer",
+    "tests.plugins.servers",
+    "tests.plugins.workers",
+]

@@ -65,9 +65,9 @@ def parse(argv: Sequence[str] | None) -> Options:
     parser.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help="of every choice (%(default)s)")
     parser.add_argument(
         "--provider",
-        choices=["keys", "none"],
+        choices=["keys", "fences", "none"],
         default=defaults.provider,
-        help="what the card processor honours: idempotency keys, or nothing at all (%(default)s)",
+        help="what the card processor honours: idempotency keys, fences, or nothing at all (%(default)s)",
     )
     parser.add_argument("--keep", action="store_true", help="leave the stack up and print where it is")
     return Options(**vars(parser.parse_args(argv)))

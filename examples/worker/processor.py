@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-__all__ = ["BadRequest", "Charge", "ChargeRequest", "Fate", "Ledger", "fate", "read_charges", "serve"]
+__all__ = ["BadRequest", "Charge", "ChargeRequest", "Fate", "Ledger", "StaleFence", "fate", "read_charges", "serve"]
 
-Provider = Literal["keys", "none"]
+Provider = Literal["keys", "fences", "none"]
 
 DELAY_SECONDS_MIN = 0.02
 DELAY_SECONDS_MAX = 0.2
@@ -34,6 +34,10 @@ class BadRequest(Exception):
     """The request cannot be a charge. The text says why."""
 
 
+class StaleFence(Exception):
+    """A higher fence was seen for this resource."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChargeRequest:
     """What a POST asks for."""
@@ -41,6 +45,7 @@ class ChargeRequest:
     order: int
     cents: int
     idempotency_key: str | None = None
+    resource: str | None = None
     fence: int | None = None
 
     @classmethod
@@ -53,7 +58,10 @@ class ChargeRequest:
             raise BadRequest('the body must be JSON like {"order": 7, "cents": 1200}') from None
         if not isinstance(order, int) or not isinstance(cents, int) or cents < 1:
             raise BadRequest("order and cents must be whole numbers, cents at least 1")
-        return cls(order, cents, fields.get("idempotency_key"), fields.get("fence"))
+        resource, fence = fields.get("resource"), fields.get("fence")
+        if fence is not None:
+            _check_fence(resource, fence)
+        return cls(order, cents, fields.get("idempotency_key"), resource, fence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,13 @@ class Charge:
     order: int
     cents: int
     idempotency_key: str | None
+    resource: str | None
     fence: int | None
+
+
+def _check_fence(resource: object, fence: object) -> None:
+    if not isinstance(resource, str) or not isinstance(fence, int) or fence < 1:
+        raise BadRequest("a fence must be a whole number of at least 1, and needs a resource")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +103,18 @@ def fate(seed: int, order: int, visit: int) -> Fate:
     return Fate(before, total - before, "answered")
 
 
+def _seal_from_json(body: bytes) -> tuple[str, int]:
+    try:
+        fields = json.loads(body)
+        resource, fence = fields["resource"], fields["fence"]
+    except (ValueError, TypeError, KeyError):
+        raise BadRequest('the body must be JSON like {"resource": "account:7", "fence": 3}') from None
+    _check_fence(resource, fence)
+    return resource, fence
+
+
 class Ledger:
-    """The append-only list, in a file, and the idempotency keys that the provider honours (or not)."""
+    """The append-only list, in a file, and the idempotency keys or fences that the provider honours (or not)."""
 
     def __init__(self, file: Path, provider: Provider) -> None:
         self._fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -98,6 +122,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._charges: list[Charge] = []
         self._visits: Counter[int] = Counter()
+        self._seen: dict[str, int] = {}
 
     def visit(self, order: int) -> int:
         """Count a POST for ``order`` and return which one it is, from 1."""
@@ -106,9 +131,20 @@ class Ledger:
             return self._visits[order]
 
     def apply(self, request: ChargeRequest) -> Charge:
-        """Move the money, or return the charge that moved it for the same honoured key."""
+        """Move the money, or return the charge that moved it for the same honoured key.
+
+        Fences are compared here, not when the request comes in: it may have been on its way for long. Raises
+        `StaleFence`.
+        """
         with self._lock:
+            if self._provider == "fences" and request.resource is not None and request.fence is not None:
+                self._raise_seen(request.resource, request.fence)
             return self._honoured(request) or self._append(request)
+
+    def seal(self, resource: str, fence: int) -> None:
+        """Refuse lower fences from now on, also those of requests that are on their way. Raises `StaleFence`."""
+        with self._lock:
+            self._raise_seen(resource, fence)
 
     def find(self, *, idempotency_key: str | None = None, order: int | None = None) -> Charge | None:
         """Return the first charge for the key or the order."""
@@ -118,9 +154,15 @@ class Ledger:
             return self._first(lambda charge: charge.order == order)
 
     def _honoured(self, request: ChargeRequest) -> Charge | None:
-        if self._provider == "none" or request.idempotency_key is None:
+        if self._provider != "keys" or request.idempotency_key is None:
             return None
         return self._first(lambda charge: charge.idempotency_key == request.idempotency_key)
+
+    def _raise_seen(self, resource: str, fence: int) -> None:
+        seen = self._seen.get(resource, 0)
+        if fence < seen:
+            raise StaleFence(f"{resource} has seen fence {seen}")
+        self._seen[resource] = fence
 
     def _append(self, request: ChargeRequest) -> Charge:
         charge = Charge(f"ch_{len(self._charges) + 1}", **asdict(request))
@@ -156,15 +198,17 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_POST(self) -> None:
-        if urlsplit(self.path).path != "/charges":
-            self._answer(404, {"error": "POST /charges"})
+        actions = {"/charges": self._charge, "/seal": self._seal}
+        action = actions.get(urlsplit(self.path).path)
+        if action is None:
+            self._answer(404, {"error": "POST /charges or /seal"})
             return
         try:
-            request = ChargeRequest.from_json(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+            action(self.rfile.read(int(self.headers.get("Content-Length", 0))))
         except BadRequest as error:
             self._answer(400, {"error": str(error)})
-        else:
-            self._charge(request)
+        except StaleFence as error:
+            self._answer(409, {"error": str(error)})
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
@@ -179,8 +223,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(404, {"error": "no such charge"})
 
-    def _charge(self, request: ChargeRequest) -> None:
-        ledger = self.server.ledger
+    def _charge(self, body: bytes) -> None:
+        request, ledger = ChargeRequest.from_json(body), self.server.ledger
         plan = fate(self.server.seed, request.order, ledger.visit(request.order))
         time.sleep(plan.before_seconds)
         if plan.ending == "silent before applying":
@@ -189,6 +233,11 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(plan.after_seconds)
         if plan.ending == "answered":
             self._answer(201, asdict(charge))
+
+    def _seal(self, body: bytes) -> None:
+        resource, fence = _seal_from_json(body)
+        self.server.ledger.seal(resource, fence)
+        self._answer(200, {"resource": resource, "fence": fence})
 
     def _answer(self, status: int, body: object) -> None:
         data = json.dumps(body).encode()
@@ -212,7 +261,7 @@ def serve(file: Path, provider: Provider, seed: int) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--file", type=Path, required=True, help="where to append the charges")
-    parser.add_argument("--provider", choices=["keys", "none"], default="keys", help="what it honours")
+    parser.add_argument("--provider", choices=["keys", "fences", "none"], default="keys", help="what it honours")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
     serve(options.file, options.provider, options.seed)

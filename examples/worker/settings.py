@@ -35,8 +35,8 @@ class Settings:
             if not environment.get(name):
                 sys.exit(f"examples.worker: set {name} to {meaning}")
         provider = environment.get("PROVIDER", "keys")
-        if provider not in ("keys", "none"):
-            sys.exit(f"examples.worker: PROVIDER must be keys or none, not {provider!r}")
+        if provider not in ("keys", "fences", "none"):
+            sys.exit(f"examples.worker: PROVIDER must be keys, fences or none, not {provider!r}")
         return cls(environment["BROKER_URL"], environment["FENCED_DSN"], environment["PROCESSOR_URL"], provider)
 
     def to_environment(self) -> dict[str, str]:

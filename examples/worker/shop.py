@@ -6,6 +6,7 @@ Run it by hand with BROKER_URL, FENCED_DSN and PROCESSOR_URL set, beat besides:
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from celery import Celery
@@ -29,6 +30,7 @@ schedule(app)
 supervise()
 
 _HONOURS_KEYS = settings.provider == "keys"
+_COMPARES_FENCES = settings.provider == "fences"
 
 
 @fenced_task(
@@ -36,19 +38,30 @@ _HONOURS_KEYS = settings.provider == "keys"
     key="order:{order_id}",
     resource="account:{account_id}",
     sink="external",
-    # Safe: the processor itself drops a second charge with our key, also one that is still on its way.
-    retry_safety="safe" if _HONOURS_KEYS else "unsafe",
+    # Safe: the processor itself drops a second charge, also one that is still on its way: one with our key, or, once
+    # the probe has sealed the account, one with a lower fence than the seal's.
+    retry_safety="safe" if _HONOURS_KEYS or _COMPARES_FENCES else "unsafe",
     lease_seconds=LEASE_SECONDS,
+    not_applied=(gateway.StaleFence,),
 )
 def charge(effect: Effect, order_id: int, account_id: int, cents: int) -> dict[str, Any]:
     receipt = gateway.charge(
-        settings.processor_url, order_id, cents, idempotency_key=effect.idempotency_key, fence=effect.fence
+        settings.processor_url,
+        order_id,
+        cents,
+        idempotency_key=effect.idempotency_key,
+        resource=effect.resource,
+        fence=effect.fence,
     )
     return {"charge": receipt["id"]}
 
 
 @charge.probe
 def charge_probe(effect: Effect, order_id: int, account_id: int, cents: int) -> Applied | NotApplied:
+    if _COMPARES_FENCES:
+        # Refused, it is sealed already, and higher.
+        with suppress(gateway.StaleFence):
+            gateway.seal(settings.processor_url, effect.resource, effect.fence)
     if _HONOURS_KEYS:
         found = gateway.find(settings.processor_url, idempotency_key=effect.idempotency_key)
     else:

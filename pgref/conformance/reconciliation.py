@@ -331,6 +331,16 @@ class Reconciliation(EffectStoreHarness):
         assert self.record(action) in self.store.backlog(ALL)
         assert self.record(action) in self.store.unclaimed_backlog(ALL)
 
+    def test_unclaimed_backlog_takes_turns(self) -> None:
+        """G18: what was looked at without a ruling comes after what nobody has looked at since."""
+        for name in ("a", "b", "c"):
+            self.marked(self.action(name, on=name))
+        self.store.begin_reconcile(self.action("a", on="a"), TTL)
+        self.tick(1)
+        self.store.begin_reconcile(self.action("c", on="c"), TTL)
+        self.tick()
+        assert self.mine(self.store.unclaimed_backlog(ALL)) == ["b", "a", "c"]
+
     def test_unclaimed_backlog(self) -> None:
         """G18: a claimed key is left out of the unclaimed backlog until the claim expires."""
         self.marked(self.action())

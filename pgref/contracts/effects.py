@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Protocol
-from uuid import UUID
+from typing import Any, Protocol
+from uuid import UUID, uuid4
 
 from pgref.errors import FingerprintMismatch, InvalidArgument, Refused
-from pgref.keys import valid_key, valid_text
+from pgref.keys import valid_batch, valid_fence, valid_instance, valid_key, valid_sequence, valid_text
 
 __all__ = [
     "Action",
@@ -31,6 +31,15 @@ __all__ = [
     "Ruling",
     "State",
     "Uncertain",
+    "valid_action",
+    "valid_actions",
+    "valid_completions",
+    "valid_credentials",
+    "valid_holder",
+    "valid_holders",
+    "valid_leases",
+    "valid_resolution",
+    "valid_result",
 ]
 
 
@@ -76,18 +85,23 @@ class Action:
             valid_key(self.fingerprint, "fingerprint")
         if self.payload is not None:
             valid_text(self.payload, "payload")
-        if not isinstance(self.retry_safety, RetrySafety):
-            raise InvalidArgument("retry_safety must be a RetrySafety")
+        valid_instance(self.retry_safety, RetrySafety, "retry_safety")
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a grant hands out. ``expires_at`` is on the store's clock."""
+    """What a grant hands out. ``expires_at`` is on the store's clock. Raises `InvalidArgument`."""
 
     resource: str
     fence: int
     holder: UUID
     expires_at: datetime
+
+    def __post_init__(self) -> None:
+        valid_key(self.resource, "resource")
+        valid_fence(self.fence, fence_min=0)  # no grant has 0; it is a fence below all others, and refused as stale
+        valid_instance(self.holder, UUID, "holder")
+        valid_instance(self.expires_at, datetime, "expires_at")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +158,11 @@ class Resolution:
     force_retryable: bool = False
 
     def __post_init__(self) -> None:
+        valid_instance(self.applied, bool, "applied")
+        valid_result(self.result)
         valid_text(self.by, "by")
         valid_text(self.why, "why")
+        valid_instance(self.force_retryable, bool, "force_retryable")
         if self.applied and self.force_retryable:
             raise InvalidArgument("force_retryable contradicts applied")
         if self.result is not None and not self.applied:
@@ -319,7 +336,74 @@ class EffectStore(Protocol):
         """Return up to ``limit`` uncertain keys, the oldest first."""
 
     def unclaimed_backlog(self, limit: int) -> list[EffectRecord]:
-        """Return up to ``limit`` uncertain keys that no reconciler holds, the oldest first."""
+        """Return up to ``limit`` uncertain keys that no reconciler holds, those looked at longest ago first."""
 
     def claim_due(self, limit: int, again_after_seconds: float) -> list[EffectRecord]:
         """Return up to ``limit`` free keys that are due; each comes again only after ``again_after_seconds``."""
+
+
+# What every store accepts: each returns its argument or raises `InvalidArgument` before anything is sent.
+
+
+def valid_action(value: object, argument: str = "action") -> Action:
+    """Return ``value`` if it is an `Action`."""
+    return valid_instance(value, Action, argument)
+
+
+def valid_credentials(action: object, lease: object) -> tuple[Action, Lease]:
+    """Return ``action`` and ``lease`` if they are what they are called."""
+    return valid_action(action), valid_instance(lease, Lease, "lease")
+
+
+def valid_resolution(value: object) -> Resolution:
+    """Return ``value`` if it is a `Resolution`."""
+    return valid_instance(value, Resolution, "resolution")
+
+
+def valid_result(value: object) -> str | None:
+    """Return ``value`` if it is None or text that can be stored."""
+    return None if value is None else valid_text(value, "result")
+
+
+def valid_holder(value: object) -> UUID:
+    """Return ``value`` if it is a UUID, a new one if it is None."""
+    return uuid4() if value is None else valid_instance(value, UUID, "holder")
+
+
+def valid_holders(values: Sequence[UUID] | None, length: int) -> Sequence[UUID]:
+    """Return ``values`` if they are ``length`` distinct UUIDs, new ones if they are None."""
+    if values is None:
+        return [uuid4() for _ in range(length)]
+    for value in valid_sequence(values, "holders"):
+        valid_instance(value, UUID, "each of holders")
+    return valid_batch(values, "holders", length)
+
+
+def valid_actions(values: Sequence[Action]) -> Sequence[Action]:
+    """Return ``values`` if they are a batch of actions, each key once."""
+    keys = [valid_action(value, "each of actions").key for value in valid_sequence(values, "actions")]
+    valid_batch(keys, "actions")
+    return values
+
+
+def valid_completions(values: Sequence[tuple[Action, Lease, str | None]]) -> Sequence[tuple[Action, Lease, str | None]]:
+    """Return ``values`` if they are a batch of completions, each key once."""
+    for action, lease, result in _tuples(values, 3, "completions"):
+        valid_credentials(action, lease)
+        valid_result(result)
+    valid_batch([action.key for action, _, _ in values], "completions")
+    return values
+
+
+def valid_leases(values: Sequence[tuple[Action, Lease]]) -> Sequence[tuple[Action, Lease]]:
+    """Return ``values`` if they are actions with their leases."""
+    for action, lease in _tuples(values, 2, "leases"):
+        valid_credentials(action, lease)
+    return values
+
+
+def _tuples(values: Sequence[Any], length: int, argument: str) -> Sequence[Any]:
+    for value in valid_sequence(values, argument):
+        if len(valid_instance(value, tuple, f"each of {argument}")) != length:
+            raise InvalidArgument(f"each of {argument} must have {length} parts, not {len(value)}")
+    return values

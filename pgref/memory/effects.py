@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from threading import Lock
-from uuid import UUID, uuid4
+from uuid import UUID
 
 from pgref.clock import Clock, SystemClock
 from pgref.contracts.effects import (
@@ -31,6 +31,15 @@ from pgref.contracts.effects import (
     Ruling,
     State,
     Uncertain,
+    valid_action,
+    valid_actions,
+    valid_completions,
+    valid_credentials,
+    valid_holder,
+    valid_holders,
+    valid_leases,
+    valid_resolution,
+    valid_result,
 )
 from pgref.errors import (
     FenceError,
@@ -44,7 +53,7 @@ from pgref.errors import (
     ResourceMismatch,
     UnsafeNotRetryable,
 )
-from pgref.keys import valid_batch, valid_fence, valid_key, valid_limit, valid_text, valid_ttl
+from pgref.keys import valid_fence, valid_key, valid_limit, valid_text, valid_ttl
 
 __all__ = ["MemoryEffectStore"]
 
@@ -85,17 +94,18 @@ class MemoryEffectStore:
 
     def acquire(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> Outcome:
         """Ask to run ``action``, judged in the order done, uncertain, in flight, contended, grant (G1-G9)."""
+        valid_action(action)
         ttl = timedelta(seconds=valid_ttl(ttl_seconds))
+        asker = valid_holder(holder)
         with self._lock:
-            return self._acquire(action, ttl, holder or uuid4(), self._now())
+            return self._acquire(action, ttl, asker, self._now())
 
     def acquire_many(
         self, actions: Sequence[Action], ttl_seconds: float, *, holders: Sequence[UUID] | None = None
     ) -> list[Outcome | FingerprintMismatch]:
         """Ask for many at once. Each answer is that of `acquire`, asked one after another in this order."""
         ttl = timedelta(seconds=valid_ttl(ttl_seconds))
-        holders = [uuid4() for _ in actions] if holders is None else valid_batch(holders, "holders", len(actions))
-        valid_batch([action.key for action in actions], "actions")
+        holders = valid_holders(holders, len(valid_actions(actions)))
         with self._lock:
             now = self._now()
             return [self._answer(action, ttl, holder, now) for action, holder in zip(actions, holders, strict=True)]
@@ -123,15 +133,14 @@ class MemoryEffectStore:
 
     def complete(self, action: Action, lease: Lease, result: str | None = None) -> str | None:
         """Record that it happened and return the result that stands, the first one (G12, G16, G17)."""
-        _valid_result(result)
+        valid_credentials(action, lease)
+        valid_result(result)
         with self._lock:
             return self._complete(action, lease, result, self._now())
 
     def complete_many(self, completions: Sequence[tuple[Action, Lease, str | None]]) -> list[str | Refused | None]:
         """Record many completions. Each answer is that of `complete`; a refusal is returned, not raised."""
-        valid_batch([action.key for action, _, _ in completions], "completions")
-        for _, _, result in completions:
-            _valid_result(result)
+        valid_completions(completions)
         with self._lock:
             now = self._now()
             return [self._completion(action, lease, result, now) for action, lease, result in completions]
@@ -156,12 +165,14 @@ class MemoryEffectStore:
 
     def renew(self, action: Action, lease: Lease, ttl_seconds: float) -> Lease:
         """Extend the lease to now + ``ttl_seconds`` (G13)."""
+        valid_credentials(action, lease)
         ttl = timedelta(seconds=valid_ttl(ttl_seconds))
         with self._lock:
             return self._renew(action, lease, ttl, self._now())
 
     def renew_many(self, leases: Sequence[tuple[Action, Lease]], ttl_seconds: float) -> list[Renewal]:
         """Extend many leases at once. Answers stand in the order asked; nothing is ever busy here."""
+        valid_leases(leases)
         ttl = timedelta(seconds=valid_ttl(ttl_seconds))
         with self._lock:
             now = self._now()
@@ -182,6 +193,7 @@ class MemoryEffectStore:
 
     def mark_uncertain(self, action: Action, lease: Lease, reason: str, *, by: str = "") -> None:
         """Say that it may have happened (G14). The resource stays held until release or expiry."""
+        valid_credentials(action, lease)
         valid_text(reason, "reason")
         valid_text(by, "by")
         with self._lock:
@@ -193,11 +205,13 @@ class MemoryEffectStore:
 
     def release(self, action: Action, lease: Lease) -> None:
         """Free the resource and leave the intent (G15)."""
+        valid_credentials(action, lease)
         with self._lock:
             self._put(replace(self._attempt(action, lease, self._entry_of(action)), released=True))
 
     def abandon(self, action: Action, lease: Lease, *, due_in_seconds: float | None = None) -> None:
         """Withdraw the intent, since it did not happen (G15). A key with a payload can be made due again."""
+        valid_credentials(action, lease)
         due_in = None if due_in_seconds is None else timedelta(seconds=valid_ttl(due_in_seconds, "due_in_seconds"))
         with self._lock:
             now = self._now()
@@ -211,8 +225,9 @@ class MemoryEffectStore:
 
     def begin_reconcile(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> ReconcileClaim:
         """Claim the right to look into an uncertain key (G18), with a fence to seal the sink with (G27)."""
+        valid_action(action)
         ttl = timedelta(seconds=valid_ttl(ttl_seconds))
-        holder = holder or uuid4()
+        holder = valid_holder(holder)
         with self._lock:
             now = self._now()
             entry = _must_be_uncertain(action, self._flip_if_expired(self._entry_of(action), now))
@@ -234,7 +249,8 @@ class MemoryEffectStore:
 
     def resolve_uncertain(self, action: Action, resolution: Resolution) -> Ruling:
         """Rule on an uncertain key and return the ruling that stands, the first one (G19, G20)."""
-        _valid_result(resolution.result)
+        valid_action(action)
+        valid_resolution(resolution)
         with self._lock:
             now = self._now()
             found = self._flip_if_expired(self._entry_of(action), now)
@@ -276,11 +292,12 @@ class MemoryEffectStore:
             return [_record(entry) for entry in self._uncertain_entries()[:limit]]
 
     def unclaimed_backlog(self, limit: int) -> list[EffectRecord]:
-        """Return up to ``limit`` uncertain keys that no reconciler holds, the oldest first."""
+        """Return up to ``limit`` uncertain keys that no reconciler holds, those looked at longest ago first."""
         valid_limit(limit)
         with self._lock:
             now = self._now()
             free = [e for e in self._uncertain_entries() if e.claim is None or now >= e.claim.expires_at]
+            free.sort(key=lambda e: (e.claim.expires_at if e.claim else e.uncertain_at, e.key))
         return [_record(entry) for entry in free[:limit]]
 
     def _uncertain_entries(self) -> list[_Entry]:
@@ -554,11 +571,3 @@ def _noted(entry: _Entry, at: datetime, event: str, *, by: str, why: str) -> _En
 
 def _record(entry: _Entry) -> EffectRecord:
     return EffectRecord(**{field.name: getattr(entry, field.name) for field in fields(EffectRecord)})
-
-
-# Arguments
-
-
-def _valid_result(result: str | None) -> None:
-    if result is not None:
-        valid_text(result, "result")

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from pgref.errors import FenceStale
-from pgref.keys import valid_fence, valid_key
+from pgref.keys import valid_callable, valid_fence, valid_key
 
 __all__ = ["MemorySink"]
 
@@ -30,6 +30,7 @@ class MemorySink:
         """Compare ``fence`` with the highest seen and run ``write``, as one atomic operation."""
         valid_key(resource, "resource")
         valid_fence(fence)
+        valid_callable(write, "write")
         with self._lock:
             self._refuse_lower(resource, fence)
             draft = deepcopy(self._data)

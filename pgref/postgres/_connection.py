@@ -7,22 +7,22 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import psycopg
 import sqlalchemy as sa
 from psycopg.pq import PipelineStatus, TransactionStatus
-from psycopg.rows import tuple_row
 
 from pgref.errors import InvalidArgument, OutcomeUnknown, PgrefError, Unavailable
 from pgref.postgres._errors import Failure, classify, first_line, translated
-from pgref.postgres._signals import hold, let_through
+from pgref.postgres._signals import held, hold, let_through
 
 __all__ = ["Database", "engine_of"]
 
 SETTLE_SECONDS = 10.0
 CONNECT_SECONDS = 5
+PATIENT_SECONDS = 600.0
 RECONNECT_PAUSE_SECONDS = 0.1
 PREPARE_THRESHOLD_OF_PSYCOPG = 5
 _LENT = "pgref_lent"
@@ -90,7 +90,7 @@ def _prepare_nothing_behind_a_pooler(connection: Any, _record: object) -> None:
     _limit(connection, time.monotonic() + CONNECT_SECONDS)
     autocommit, connection.autocommit = connection.autocommit, True
     try:
-        row = connection.cursor(row_factory=tuple_row).execute("SELECT pg_backend_pid()").fetchone()
+        row = connection.execute("SELECT pg_backend_pid()").fetchone()
         connection.autocommit = autocommit
     except BaseException:
         connection.close()
@@ -128,15 +128,15 @@ class Database:
         """Run one function call in a READ COMMITTED transaction of its own and return its rows.
 
         A call whose answer was lost or late is asked again on another connection: each function gives a repeated
-        question the same answer, under its row lock (G26). A ``patient`` call waits for its answer as long as the
-        connection lasts. Raises `Unavailable` (nothing written), `OutcomeUnknown` (lost, and not settled in time),
-        `SchemaError` or `InvalidArgument`.
+        question the same answer, under its row lock (G26). A ``patient`` call waits `PATIENT_SECONDS` for its answer.
+        Raises `Unavailable` (nothing written), `OutcomeUnknown` (lost, and not settled in time), `SchemaError` or
+        `InvalidArgument`.
         """
         lost = False
         deadline = time.monotonic() + self.settle_seconds
         while True:
             try:
-                return self._once(statement, parameters, math.inf if patient else self._answer_by(deadline))
+                return self._once(statement, parameters, self._answer_by(deadline, patient=patient))
             except (Unavailable, psycopg.Error) as error:
                 failure = classify(error)
                 if not lost and failure not in {Failure.AMBIGUOUS, Failure.REPEAT}:
@@ -150,8 +150,9 @@ class Database:
             if again:
                 time.sleep(RECONNECT_PAUSE_SECONDS)
 
-    def _answer_by(self, deadline: float = math.inf) -> float:
-        return min(deadline, time.monotonic() + self.settle_seconds / 2)
+    def _answer_by(self, deadline: float = math.inf, *, patient: bool = False) -> float:
+        now = time.monotonic()
+        return now + PATIENT_SECONDS if patient else min(deadline, now + self.settle_seconds / 2)
 
     def _once(self, statement: str, parameters: Sequence[object], answer_by: float) -> list[tuple[Any, ...]]:
         with self.raw() as connection, connection.cursor(binary=True) as cursor:
@@ -177,23 +178,33 @@ class Database:
         """Open a READ COMMITTED transaction that commits when the block ends well.
 
         READ COMMITTED whatever the engine says: under a frozen snapshot the renewal of a lease would make its own
-        completion fail. Raises `Unavailable` when there is no connection, and `OutcomeUnknown` when the commit was
-        not answered.
+        completion fail. Signals wait while it commits. Raises `Unavailable` when there is no connection,
+        `OutcomeUnknown` when the commit was not answered, and what the block raises.
         """
-        committing = False
         with self._connected() as connection:
             driver = connection.connection.driver_connection
-            try:
-                with connection.begin():
-                    try:
-                        yield connection
-                        committing = True
-                    finally:
+            committing = False
+            with connection.begin() as transaction:
+                try:
+                    yield connection
+                    with held():
                         _limit(driver, self._answer_by())
-            except sa.exc.DBAPIError as error:
-                if committing and classify(error) is Failure.AMBIGUOUS:
-                    raise OutcomeUnknown(f"the commit was not answered: {first_line(error)}") from error
-                raise
+                        committing = True
+                        transaction.commit()
+                except BaseException as error:
+                    self._roll_back(connection, driver)
+                    if committing and isinstance(error, sa.exc.DBAPIError) and classify(error) is Failure.AMBIGUOUS:
+                        raise OutcomeUnknown(f"the commit was not answered: {first_line(error)}") from error
+                    raise
+
+    def _roll_back(self, connection: sa.Connection, driver: Any) -> None:
+        """Roll back without a word: the error that led here is the one to tell."""
+        with held():
+            _limit(driver, self._answer_by())
+            with suppress(psycopg.Error):
+                driver.rollback()
+            if not _is_idle(driver) and not connection.closed:
+                connection.invalidate()
 
     @contextmanager
     def _connected(self) -> Iterator[sa.Connection]:
@@ -302,8 +313,7 @@ def _limit(connection: Any, answer_by: float) -> None:
     def limited(answer: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
         return wait(connection, _until(answer_by, answer), *args, **kwargs)
 
-    if answer_by < math.inf:
-        connection.wait = limited
+    connection.wait = limited
 
 
 def _unlimit(connection: Any) -> None:

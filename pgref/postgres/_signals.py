@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Final
 
-__all__ = ["hold", "let_through"]
+__all__ = ["held", "hold", "let_through"]
 
 Mask = Iterable[int] | None
 
@@ -51,3 +52,13 @@ def let_through(mask: Mask) -> None:
     """Let signals through as before `hold`. Raises what the handler of one that has waited raises."""
     if mask is not None:
         pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Hold signals off in the block, which one that comes just before can still prevent."""
+    mask = hold()
+    try:
+        yield
+    finally:
+        let_through(mask)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -30,9 +29,18 @@ from pgref.contracts.effects import (
     Ruling,
     State,
     Uncertain,
+    valid_action,
+    valid_actions,
+    valid_completions,
+    valid_credentials,
+    valid_holder,
+    valid_holders,
+    valid_leases,
+    valid_resolution,
+    valid_result,
 )
 from pgref.errors import FingerprintMismatch, Refused
-from pgref.keys import valid_batch, valid_fence, valid_key, valid_limit, valid_text, valid_ttl
+from pgref.keys import valid_fence, valid_key, valid_limit, valid_text, valid_ttl
 from pgref.postgres._connection import Database
 from pgref.postgres._errors import refusal, rolled_back, sqlstate
 from pgref.postgres.schema import quoted
@@ -67,8 +75,9 @@ class PostgresEffectStore:
         self._clock = clock or DatabaseClock()
 
     def acquire(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> Outcome:
+        valid_action(action)
         ttl = _interval(ttl_seconds)
-        holder = holder or uuid.uuid4()
+        holder = valid_holder(holder)
         safe = action.retry_safety is RetrySafety.SAFE
         answer = self._ask(
             "acquire",
@@ -87,8 +96,7 @@ class PostgresEffectStore:
         self, actions: Sequence[Action], ttl_seconds: float, *, holders: Sequence[UUID] | None = None
     ) -> list[Outcome | FingerprintMismatch]:
         ttl = _interval(ttl_seconds)
-        holders = [uuid.uuid4() for _ in actions] if holders is None else valid_batch(holders, "holders", len(actions))
-        valid_batch([action.key for action in actions], "actions")
+        holders = valid_holders(holders, len(valid_actions(actions)))
         rows = self._rows(
             "acquire_many",
             [action.key for action in actions],
@@ -96,7 +104,7 @@ class PostgresEffectStore:
             [action.fingerprint for action in actions],
             [action.retry_safety is RetrySafety.SAFE for action in actions],
             [action.payload for action in actions],
-            holders,
+            list(holders),
             ttl,
             self._clock.now(),
         )
@@ -117,17 +125,17 @@ class PostgresEffectStore:
             return mismatch
 
     def complete(self, action: Action, lease: Lease, result: str | None = None) -> str | None:
-        answer = self._ask("complete", *_credentials(action, lease), _valid_result(result), self._clock.now())
+        answer = self._ask("complete", *_credentials(action, lease), valid_result(result), self._clock.now())
         if answer.verdict in {"completed", "done"}:
             return answer.value
         raise _lease_refusal(answer, action, lease)
 
     def complete_many(self, completions: Sequence[tuple[Action, Lease, str | None]]) -> list[str | Refused | None]:
-        valid_batch([action.key for action, _, _ in completions], "completions")
+        valid_completions(completions)
         rows = self._rows(
             "complete_many",
             *_columns([(action, lease) for action, lease, _ in completions]),
-            [_valid_result(result) for _, _, result in completions],
+            [result for _, _, result in completions],
             self._clock.now(),
         )
         again = {ordinal for ordinal, verdict in rows if verdict == "again"}
@@ -150,7 +158,7 @@ class PostgresEffectStore:
         Raises the fence errors, `LeaseLost` when the key is already done, or `Unavailable` (busy, or the connection
         is lost): the transaction must then be rolled back.
         """
-        arguments = (*_credentials(action, lease), _valid_result(result), self._clock.now())
+        arguments = (*_credentials(action, lease), valid_result(result), self._clock.now())
         self._database.hurry(connection)
         cursor: Any = connection.connection.cursor()
         try:
@@ -170,7 +178,7 @@ class PostgresEffectStore:
     def renew_many(self, leases: Sequence[tuple[Action, Lease]], ttl_seconds: float) -> list[Renewal]:
         rows = self._rows(
             "renew_many",
-            *_columns(leases),
+            *_columns(valid_leases(leases)),
             _interval(ttl_seconds),
             self._clock.now(),
         )
@@ -188,7 +196,8 @@ class PostgresEffectStore:
         self._settle(action, lease, "abandon", due_in, self._clock.now())
 
     def begin_reconcile(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> ReconcileClaim:
-        holder = holder or uuid.uuid4()
+        valid_action(action)
+        holder = valid_holder(holder)
         answer = self._ask(
             "begin_reconcile", action.key, action.fingerprint, holder, _interval(ttl_seconds), self._clock.now()
         )
@@ -197,12 +206,14 @@ class PostgresEffectStore:
         raise _ruling_refusal(answer, action)
 
     def resolve_uncertain(self, action: Action, resolution: Resolution) -> Ruling:
+        valid_action(action)
+        valid_resolution(resolution)
         answer = self._ask(
             "resolve_uncertain",
             action.key,
             action.fingerprint,
             resolution.applied,
-            _valid_result(resolution.result),
+            resolution.result,
             resolution.by,
             resolution.why,
             resolution.force_retryable,
@@ -240,10 +251,10 @@ class PostgresEffectStore:
         return int(rows[0][0])
 
     def backlog(self, limit: int) -> list[EffectRecord]:
-        return self._records("backlog", valid_limit(limit), False, self._clock.now())
+        return self._records("backlog", valid_limit(limit))
 
     def unclaimed_backlog(self, limit: int) -> list[EffectRecord]:
-        return self._records("backlog", valid_limit(limit), True, self._clock.now())
+        return self._records("unclaimed_backlog", valid_limit(limit), self._clock.now())
 
     def claim_due(self, limit: int, again_after_seconds: float) -> list[EffectRecord]:
         again_after = _interval(again_after_seconds, "again_after_seconds")
@@ -268,6 +279,7 @@ class PostgresEffectStore:
 
 
 def _credentials(action: Action, lease: Lease) -> tuple[object, ...]:
+    valid_credentials(action, lease)
     return (action.key, action.resource, action.fingerprint, lease.resource, lease.fence, lease.holder)
 
 
@@ -294,10 +306,6 @@ def _outcome(answer: _Answer, action: Action, holder: UUID) -> Outcome:
 
 def _interval(seconds: float, argument: str = "ttl_seconds") -> timedelta:
     return timedelta(seconds=valid_ttl(seconds, argument))
-
-
-def _valid_result(result: str | None) -> str | None:
-    return None if result is None else valid_text(result, "result")
 
 
 def _record(row: tuple[Any, ...]) -> EffectRecord:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import psycopg
 import sqlalchemy as sa
 
 from pgref.errors import FenceStale
-from pgref.keys import valid_fence, valid_key
+from pgref.keys import valid_callable, valid_fence, valid_key
 from pgref.postgres._connection import Database
 from pgref.postgres._errors import rolled_back
 from pgref.postgres.schema import quoted
@@ -28,6 +29,7 @@ class PostgresSink:
     def write_fenced(self, resource: str, fence: int, write: Callable[[sa.Connection], T]) -> T:
         valid_key(resource, "resource")
         valid_fence(fence)
+        valid_callable(write, "write")
         with self._database.transaction() as connection:
             self._admit(connection, resource, fence)
             return write(connection)
@@ -41,10 +43,12 @@ class PostgresSink:
         return int(rows[0][0])
 
     def _admit(self, connection: sa.Connection, resource: str, fence: int) -> None:
-        statement = sa.text(f"SELECT {self._schema}.sink_admit(:resource, :fence)")
+        # Not through SQLAlchemy, which would wrap what a signal handler raises meanwhile.
+        cursor: Any = connection.connection.cursor()
         try:
-            seen = connection.execute(statement, {"resource": resource, "fence": fence}).scalar_one()
-        except sa.exc.DBAPIError as error:
+            cursor.execute(f"SELECT {self._schema}.sink_admit(%s, %s)", (resource, fence))
+        except psycopg.Error as error:
             raise rolled_back(error) from error
+        (seen,) = cursor.fetchone()
         if seen > fence:
             raise FenceStale(f"{resource!r} has seen fence {seen}", fence=fence, seen=seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any, Final, Literal, NoReturn, Self, TypeVar
@@ -24,6 +25,7 @@ WRITE_WORDS_MAX = 1_000_000
 """Most words of one fenced write: the server takes 2²⁰ in one request."""
 
 _SCRIPT: Final = files("pgref.redis").joinpath("write_fenced.lua").read_bytes()
+_FENCE: Final = re.compile(r"[1-9][0-9]{0,18}")
 _SHA: Final = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
 
 _LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
@@ -147,7 +149,7 @@ class RedisSink:
             raise _translated(error, resource) from error
         except _LOST as error:
             raise Unavailable(f"the server is not reachable: {error}") from error
-        return _fence(value or b"0", resource)
+        return 0 if value is None else _fence(value, resource)
 
     @staticmethod
     def tag(resource: str) -> str:
@@ -214,9 +216,13 @@ def _valid_command(words: Sequence[bytes]) -> Sequence[bytes]:
 
 def _fence(value: bytes | str, resource: str) -> int:
     text = value if isinstance(value, str) else value.decode(errors="replace")
-    if not (text.isascii() and text.isdigit()):
-        raise SchemaError(f"the key of the fence of {resource!r} holds something else")
+    if not _FENCE.fullmatch(text):
+        raise _alien(resource)
     return int(text)
+
+
+def _alien(resource: str) -> SchemaError:
+    return SchemaError(f"the key of the fence of {resource!r} holds something else")
 
 
 def _stale(resource: str, fence: int, seen: int) -> FenceStale:
@@ -244,4 +250,4 @@ def _translated(error: exceptions.RedisError, resource: str) -> Exception:
     code = getattr(error, "status_code", None) or str(error).partition(" ")[0]
     if code in _NOT_NOW or isinstance(error, exceptions.BusyLoadingError):
         return Unavailable(f"the server does not serve {resource!r} now: {error}")
-    return error
+    return _alien(resource) if code == "WRONGTYPE" else error

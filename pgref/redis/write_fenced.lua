@@ -76,7 +76,7 @@ local function run(is_last, ...)
 end
 
 local seen = redis.call('GET', fence_key) or '0'
-if not seen:find('^%d+$') then
+if seen ~= '0' and not (#seen <= 19 and seen:find('^[1-9]%d*$')) then
   return {'alien', seen}
 end
 if lower(fence, seen) then

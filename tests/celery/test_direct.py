@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
 
 from celery_integration import EffectBusy
-from pgref.contracts.effects import Granted
+from celery_integration.reconcile import sweep
+from pgref.contracts.effects import Action, Granted, RetrySafety, State
 from pgref.errors import FingerprintMismatch
 from pgref.postgres import Stores
 
@@ -63,3 +65,26 @@ def test_an_eager_failure_leaves_nothing(shop: ModuleType, key: str, entries: En
     with pytest.raises(ValueError, match="the body failed"):
         shop.book.delay(key, "error").get()
     assert entries(key) == []
+
+
+def test_one_bad_record_does_not_stop_a_sweep(shop: ModuleType, key: str, gate: Stores) -> None:
+    """A message that is not JSON, or of a task that nobody knows, stays in the backlog; the others are settled."""
+    definition = shop.book.definition
+    payload = json.dumps(shop.book.s(key))
+    good = definition.action(shop.book.name, definition.arguments((key,), {}), "lost", payload)
+    bad = [
+        Action(f"{key}/{text}", f"{key}/{text}", retry_safety=RetrySafety.SAFE, payload=text)
+        for text in ("{", "[]", '{"task": "nobody.knows", "args": [], "kwargs": {}}')
+    ]
+    for action in [*bad, good]:
+        granted = gate.effects.acquire(action, 60)
+        assert isinstance(granted, Granted)
+        gate.effects.mark_uncertain(action, granted.lease, "test")
+    while states(gate, good) == {State.UNCERTAIN}:
+        sweep(shop.app)
+    assert states(gate, *bad) == {State.UNCERTAIN}
+
+
+def states(gate: Stores, *actions: Action) -> set[State]:
+    records = [gate.effects.lookup(action.key) for action in actions]
+    return {record.state for record in records if record is not None}

@@ -194,6 +194,9 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout 
 DECLARE
   t timestamptz := coalesce(p_now, clock_timestamp());
   v_open bigint[];
+  v_asked bigint[];
+  v_answers effect_answer[];
+  v_late timestamptz;
 BEGIN
   SELECT array_agg(j.ordinal) INTO v_open FROM effect_judge_many(p_keys, p_resources, p_fingerprints, p_holders, t) j
     WHERE j.verdict = 'expired' OR j.verdict IS NULL;
@@ -236,53 +239,66 @@ BEGIN
   INSERT INTO effect_history (key, at, event, fence, "by", why)
     SELECT key, t, 'expired', fence, 'store', 'lease expired' FROM flipped;
 
+  WITH judged AS (
+    SELECT o.ordinal AS asked, j.*,
+        row_number() OVER (PARTITION BY j.verdict IS NULL, p_resources[o.ordinal] ORDER BY o.ordinal) = 1 AS first
+      FROM effect_judge_many(
+        ARRAY(SELECT p_keys[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
+        ARRAY(SELECT p_resources[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
+        ARRAY(SELECT p_fingerprints[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
+        ARRAY(SELECT p_holders[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
+        t) j
+      JOIN unnest(v_open) WITH ORDINALITY o (ordinal, n) ON o.n = j.ordinal
+  ), chosen AS (
+    SELECT j.asked, j.attempt AS known, r.fence + 1 AS new_fence FROM judged j
+      JOIN effect_resource r ON r.resource = p_resources[j.asked]
+      WHERE j.verdict IS NULL AND j.first
+  ), made AS (
+    INSERT INTO effect_action (
+        key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at)
+      SELECT p_keys[asked], p_resources[asked], p_fingerprints[asked], p_retry_safe[asked], p_payloads[asked],
+          1, 1, new_fence, p_holders[asked], t, t, t + p_ttl
+        FROM chosen WHERE known IS NULL ORDER BY p_keys[asked]
+      ON CONFLICT DO NOTHING
+      RETURNING key
+  ), granted_again AS (
+    UPDATE effect_action a SET
+        resource = p_resources[asked], fingerprint = p_fingerprints[asked], retry_safe = p_retry_safe[asked],
+        payload = p_payloads[asked], state = 1, attempt = a.attempt + 1, fence = new_fence, holder = p_holders[asked],
+        granted_at = t, expires_at = t + p_ttl, released = false, expired = false, ruling = NULL, due_at = NULL
+      FROM chosen c WHERE a.key = p_keys[c.asked] AND a.state = 0 AND a.attempt = c.known
+      RETURNING a.key
+  ), granted AS (
+    SELECT c.* FROM chosen c
+      WHERE p_keys[c.asked] IN (SELECT key FROM made UNION ALL SELECT key FROM granted_again)
+  ), taken AS (
+    UPDATE effect_resource r SET fence = g.new_fence, granted_fence = g.new_fence, action_key = p_keys[g.asked]
+      FROM granted g WHERE r.resource = p_resources[g.asked] AND r.fence = g.new_fence - 1
+      RETURNING r.resource
+  )
+  SELECT array_agg(j.asked), array_agg(ROW(
+      CASE WHEN j.verdict IS NOT NULL THEN j.verdict WHEN g.asked IS NOT NULL THEN 'granted'
+        WHEN p_resources[j.asked] IN (SELECT p_resources[asked] FROM granted) THEN 'contended' ELSE 'again' END,
+      coalesce(g.new_fence, j.fence),
+      CASE WHEN g.asked IS NULL THEN j.at ELSE t + p_ttl END,
+      CASE WHEN g.asked IS NULL THEN j.attempt ELSE coalesce(g.known, 0) + 1 END,
+      j.value,
+      CASE WHEN j.verdict IS NULL THEN extract(epoch FROM p_ttl)::double precision ELSE j.seconds END)::effect_answer)
+    INTO v_asked, v_answers
+    FROM judged j LEFT JOIN granted g ON g.asked = j.asked;
+
+  -- An insert can wait for a rival that then rolls back: the leases run from after that. A large batch takes its time.
+  IF p_now IS NULL AND clock_timestamp() > t + interval '10 milliseconds' + cardinality(v_open) * interval '0.2 milliseconds' THEN
+    v_late := clock_timestamp();
+    UPDATE effect_action a SET granted_at = v_late, expires_at = v_late + p_ttl
+      FROM unnest(v_open) o
+      WHERE a.key = p_keys[o] AND a.holder = p_holders[o] AND a.state = 1 AND a.granted_at = t;
+  END IF;
   RETURN QUERY
-    WITH judged AS (
-      SELECT o.ordinal AS asked, j.*,
-          row_number() OVER (PARTITION BY j.verdict IS NULL, p_resources[o.ordinal] ORDER BY o.ordinal) = 1 AS first
-        FROM effect_judge_many(
-          ARRAY(SELECT p_keys[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
-          ARRAY(SELECT p_resources[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
-          ARRAY(SELECT p_fingerprints[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
-          ARRAY(SELECT p_holders[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
-          t) j
-        JOIN unnest(v_open) WITH ORDINALITY o (ordinal, n) ON o.n = j.ordinal
-    ), chosen AS (
-      SELECT j.asked, j.attempt AS known, r.fence + 1 AS new_fence FROM judged j
-        JOIN effect_resource r ON r.resource = p_resources[j.asked]
-        WHERE j.verdict IS NULL AND j.first
-    ), made AS (
-      INSERT INTO effect_action (
-          key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at)
-        SELECT p_keys[asked], p_resources[asked], p_fingerprints[asked], p_retry_safe[asked], p_payloads[asked],
-            1, 1, new_fence, p_holders[asked], t, t, t + p_ttl
-          FROM chosen WHERE known IS NULL ORDER BY p_keys[asked]
-        ON CONFLICT DO NOTHING
-        RETURNING key
-    ), granted_again AS (
-      UPDATE effect_action a SET
-          resource = p_resources[asked], fingerprint = p_fingerprints[asked], retry_safe = p_retry_safe[asked],
-          payload = p_payloads[asked], state = 1, attempt = a.attempt + 1, fence = new_fence, holder = p_holders[asked],
-          granted_at = t, expires_at = t + p_ttl, released = false, expired = false, ruling = NULL, due_at = NULL
-        FROM chosen c WHERE a.key = p_keys[c.asked] AND a.state = 0 AND a.attempt = c.known
-        RETURNING a.key
-    ), granted AS (
-      SELECT c.* FROM chosen c
-        WHERE p_keys[c.asked] IN (SELECT key FROM made UNION ALL SELECT key FROM granted_again)
-    ), taken AS (
-      UPDATE effect_resource r SET fence = g.new_fence, granted_fence = g.new_fence, action_key = p_keys[g.asked]
-        FROM granted g WHERE r.resource = p_resources[g.asked] AND r.fence = g.new_fence - 1
-        RETURNING r.resource
-    )
-    SELECT j.asked,
-        CASE WHEN j.verdict IS NOT NULL THEN j.verdict WHEN g.asked IS NOT NULL THEN 'granted'
-          WHEN j.first THEN 'again' ELSE 'contended' END,
-        coalesce(g.new_fence, j.fence),
-        CASE WHEN g.asked IS NULL THEN j.at ELSE t + p_ttl END,
-        CASE WHEN g.asked IS NULL THEN j.attempt ELSE coalesce(g.known, 0) + 1 END,
-        j.value,
-        CASE WHEN j.verdict IS NULL THEN extract(epoch FROM p_ttl)::double precision ELSE j.seconds END
-      FROM judged j LEFT JOIN granted g ON g.asked = j.asked;
+    SELECT x.asked, x.verdict, x.fence,
+        CASE WHEN v_late IS NOT NULL AND x.verdict = 'granted' AND x.at = t + p_ttl THEN v_late + p_ttl ELSE x.at END,
+        x.attempt, x.value, x.seconds
+      FROM unnest(v_asked, v_answers) x (asked, verdict, fence, at, attempt, value, seconds);
 END $$;
 
 
@@ -747,7 +763,7 @@ BEGIN
       WHERE granted_at < v_before AND state = 3 AND completed_at < v_before
       ORDER BY granted_at, key LIMIT p_limit FOR UPDATE SKIP LOCKED
   ), removed AS (
-    DELETE FROM effect_action a USING found WHERE a.key = found.key AND a.state = 3 RETURNING a.key
+    DELETE FROM effect_action WHERE key = ANY (ARRAY(SELECT key FROM found)) AND state = 3 RETURNING key
   )
   SELECT array_agg(key) INTO v_keys FROM removed;
   DELETE FROM effect_history WHERE key = ANY (v_keys);
@@ -763,14 +779,22 @@ BEGIN ATOMIC
 END;
 
 
-CREATE OR REPLACE FUNCTION effect_backlog(p_limit integer, p_unclaimed boolean, p_now timestamptz DEFAULT NULL)
+CREATE OR REPLACE FUNCTION effect_backlog(p_limit integer) RETURNS SETOF effect_action
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
+BEGIN ATOMIC
+  SELECT * FROM effect_action WHERE uncertain_at IS NOT NULL ORDER BY uncertain_at, key LIMIT p_limit;
+END;
+
+
+-- Those looked at longest ago first, so that what only a person can settle does not stand before the others.
+CREATE OR REPLACE FUNCTION effect_unclaimed_backlog(p_limit integer, p_now timestamptz DEFAULT NULL)
 RETURNS SETOF effect_action
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
 BEGIN ATOMIC
   SELECT * FROM effect_action
     WHERE uncertain_at IS NOT NULL
-      AND (NOT p_unclaimed OR reconcile_expires_at IS NULL OR reconcile_expires_at <= coalesce(p_now, clock_timestamp()))
-    ORDER BY uncertain_at, key LIMIT p_limit;
+      AND (reconcile_expires_at IS NULL OR reconcile_expires_at <= coalesce(p_now, clock_timestamp()))
+    ORDER BY coalesce(reconcile_expires_at, uncertain_at), key LIMIT p_limit;
 END;
 
 
