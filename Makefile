@@ -2,13 +2,16 @@
 UV := $(or $(shell command -v uv 2>/dev/null),$(CURDIR)/.uv/bin/uv)
 RUN := $(UV) run --frozen --all-extras
 
-.PHONY: demo test lint bench guarantees
+.PHONY: demo test proofs lint bench guarantees
 
 demo: $(UV)  ## the shop under kill -9; options in ARGS, e.g. ARGS="--orders 1000 --seed 7"
 	LEASH=$$PPID $(RUN) python -m examples.worker.demo $(ARGS)
 
-test: $(UV)  ## all tests, on servers that they start themselves
+test: $(UV)  ## the tests, on servers that they start themselves
 	$(RUN) pytest $(ARGS)
+
+proofs: $(UV)  ## the long ones: model, search, bad input, race schedules, cut wires, signals
+	$(RUN) pytest tests/property tests/faults $(ARGS)
 
 lint: $(UV)  ## style, types, layers
 	$(RUN) ruff check .
