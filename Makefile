@@ -10,8 +10,8 @@ demo: $(UV)  ## the shop under kill -9; options in ARGS, e.g. ARGS="--orders 100
 test: $(UV)  ## the tests, on servers that they start themselves
 	$(RUN) pytest $(ARGS)
 
-proofs: $(UV)  ## the long ones: model, search, bad input, race schedules, cut wires, signals
-	$(RUN) pytest tests/property tests/faults $(ARGS)
+proofs: $(UV)  ## the long ones: a pooler, an older server, model, search, bad input, races, cut wires, signals
+	$(RUN) pytest tests/lanes tests/property tests/faults $(ARGS)
 
 lint: $(UV)  ## style, types, layers
 	$(RUN) ruff check .
@@ -23,7 +23,7 @@ bench: $(UV)  ## figures beside their floors
 	$(RUN) python -m bench $(ARGS)
 
 guarantees: $(UV)  ## docs/reference/guarantees.md from the suite's docstrings
-	$(RUN) python -m pgref.conformance.table > docs/reference/guarantees.md
+	$(RUN) python -m pgref.conformance.table > guarantees.new && mv guarantees.new docs/reference/guarantees.md
 
 $(CURDIR)/.uv/bin/uv:
 	python3 -m venv .uv

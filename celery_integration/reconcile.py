@@ -15,7 +15,7 @@ from celery_integration.delivery import signature_of
 from celery_integration.effect import Applied, Effect, NotApplied, Unknown
 from celery_integration.process import Gate, gate_of
 from celery_integration.results import dump_result
-from pgref.contracts.effects import Action, EffectRecord, Resolution, RetrySafety, Ruling
+from pgref.contracts.effects import Action, EffectRecord, ReconcileClaim, Resolution, RetrySafety, Ruling
 from pgref.errors import NotUncertain, ReconcileTaken, UnsafeNotRetryable
 
 __all__ = ["Step", "reconcile", "step_for", "sweep"]
@@ -61,7 +61,7 @@ def reconcile(gate: Gate, call: Call) -> Ruling | None:
             case Step.PROBE:
                 claim = effects.begin_reconcile(action, gate.settings.reconcile_seconds)
                 effect = Effect(call.task, action, fence=claim.fence, attempt=0)
-                return _rule(gate, action, _ask(call, effect), by)
+                return _rule(gate, action, claim, _ask(call, effect), by)
             case Step.LEAVE:
                 return None
     except (ReconcileTaken, UnsafeNotRetryable):
@@ -85,7 +85,7 @@ def _ask(call: Call, effect: Effect) -> Verdict:
     return verdict
 
 
-def _rule(gate: Gate, action: Action, verdict: Verdict, by: str) -> Ruling | None:
+def _rule(gate: Gate, action: Action, claim: ReconcileClaim, verdict: Verdict, by: str) -> Ruling | None:
     match verdict:
         case Unknown():
             return None
@@ -94,9 +94,9 @@ def _rule(gate: Gate, action: Action, verdict: Verdict, by: str) -> Ruling | Non
             return gate.effects.resolve_uncertain(action, Resolution(True, text, by=by, why="probe: applied"))
         case NotApplied():
             why = f"probe: not applied {verdict}".strip()
-            return gate.effects.resolve_uncertain(
-                action, Resolution(False, by=by, why=why, force_retryable=verdict.force)
-            )
+            ruling = Resolution(False, by=by, why=why, force_retryable=verdict.force)
+            # What was not there when the probe looked may be there now, if the claim has passed to another.
+            return gate.effects.resolve_uncertain(action, ruling, claim=claim)
 
 
 @dataclass(frozen=True, slots=True)

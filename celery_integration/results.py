@@ -23,10 +23,18 @@ def dump_result(key: str, value: Any, bytes_max: int) -> tuple[str, Any]:
             return text, value
         reason = f"{len(text)} bytes are more than fenced_result_bytes_max = {bytes_max}"
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"[:200]
+        reason = _told(error)
     logger.error("the result of %s is not kept: %s", key, reason)
     marker = {"fenced": "result not kept", "reason": reason}
     return json.dumps(marker), marker
+
+
+def _told(error: Exception) -> str:
+    """Return the error in a line; one whose text fails in its turn is only named."""
+    try:
+        return f"{type(error).__name__}: {error}"[:200]
+    except Exception:
+        return type(error).__name__
 
 
 def load_result(text: str | None) -> Any:

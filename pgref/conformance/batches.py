@@ -348,6 +348,14 @@ class _RenewMany(EffectStoreHarness):
         assert self.store.renew_many(pairs, TTL) == [Renewal.RENEWED, Renewal.LOST, Renewal.RENEWED]
         assert self.store.renew_many([], TTL) == []
 
+    def test_renew_many_with_one_key_twice(self) -> None:
+        """G11, G13: the right lease renews, and the same fence and holder on another resource do not get its answer."""
+        action, elsewhere = self.action(), self.action(on="elsewhere")
+        lease = self.granted(action)
+        moved = replace(lease, resource=elsewhere.resource)
+        pairs = [(elsewhere, moved), (action, lease)]
+        assert self.store.renew_many(pairs, TTL) == [Renewal.LOST, Renewal.RENEWED]
+
     @pytest.mark.parametrize("forgery", FORGERIES)
     def test_renew_many_with_a_wrong_lease(self, forgery: str) -> None:
         """G11, G13: a wrong lease in a batch is lost and changes nothing."""

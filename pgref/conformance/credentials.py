@@ -135,6 +135,13 @@ class Credentials(EffectStoreHarness):
             self.store.release(action, old)
         assert (info.value.fence, info.value.seen) == (1, 2)
 
+    def test_stale_on_a_resource_that_was_never_granted(self) -> None:
+        """G11: there the newest fence is 0."""
+        scene = SCENES["unknown"](self)
+        with pytest.raises(FenceStale) as info:
+            self.store.release(scene.action, scene.lease)
+        assert (info.value.fence, info.value.seen) == (1, 0)
+
     def test_complete_records(self) -> None:
         """G12: completing records result and time, and frees the resource."""
         action = self.action()

@@ -232,15 +232,19 @@ class EffectStoreRaces(EffectStoreHarness):
             assert all(isinstance(outcome, Granted | InFlight) for _, outcome in told)
 
     def test_batches_over_each_others_resources(self) -> None:
-        """G7, G8: batches that want each other's resources grant each resource once, and each key once."""
-        for _ in self.rounds():
+        """G7, G8: batches that want each other's resources, new or known, grant each resource and each key once."""
+        for n in range(REPEATS):
+            self.token, known = uuid4().hex, n % 2
+            for m in range(CALLERS * known):
+                first = self.action(f"first {m}", on=f"resource {m}")
+                self.store.complete(first, self.granted(first))
             there = self.wanted()
-            back = [self.action(f"back {n}", on=f"resource {n}") for n in reversed(range(CALLERS))]
-            crossed = [self.action(f"key {n}", on=f"resource {CALLERS - 1 - n}") for n in range(CALLERS)]
+            back = [self.action(f"back {m}", on=f"resource {m}") for m in reversed(range(CALLERS))]
+            crossed = [self.action(f"key {m}", on=f"resource {CALLERS - 1 - m}") for m in range(CALLERS)]
             answers = answered(race([partial(self.store.acquire_many, b, TTL) for b in (there, back, crossed)]))
             leases = [o.lease for answer in answers for o in answer if isinstance(o, Granted)]
             assert len({lease.resource for lease in leases}) == len(leases)
-            assert {lease.fence for lease in leases} == {1}
+            assert {lease.fence for lease in leases} == {1 + known}
             keys = [self.store.lookup(a.key) for a in [*there, *back]]
             assert sum(record is not None for record in keys) == len(leases)
 

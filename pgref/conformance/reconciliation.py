@@ -240,6 +240,13 @@ class Reconciliation(EffectStoreHarness):
         assert (record.result, record.completed_at, record.uncertain_at) == ("ruled", self.clock.now(), None)
         assert self.acquire(scene.action) == Done("ruled")
 
+    @pytest.mark.parametrize("resolution", [APPLIED, NOT_APPLIED], ids=["applied", "not applied"])
+    def test_a_ruling_ends_what_expiry_began(self, resolution: Resolution) -> None:
+        """G20: the record of a key that has left uncertain no longer says that it expired into it."""
+        scene = SCENES["flipped"](self)
+        self.store.resolve_uncertain(scene.action, resolution)
+        assert not self.record(scene.action).expired
+
     def test_not_applied_is_free(self) -> None:
         """G20: *not applied* frees a SAFE key, and its resource with it."""
         scene = SCENES["marked"](self)
@@ -330,6 +337,31 @@ class Reconciliation(EffectStoreHarness):
         self.marked(action)
         assert self.record(action) in self.store.backlog(ALL)
         assert self.record(action) in self.store.unclaimed_backlog(ALL)
+
+    def test_a_ruling_by_claim_holds_for_what_was_claimed(self) -> None:
+        """G18, G19: a reconciler that looked too slowly does not free the attempt that came after its claim."""
+        action = self.action()
+        self.marked(action)
+        slow = self.store.begin_reconcile(action, TTL)
+        self.tick()
+        quick = self.store.begin_reconcile(action, TTL)
+        with pytest.raises(ReconcileTaken):
+            self.store.resolve_uncertain(action, NOT_APPLIED, claim=slow)
+        assert not self.store.resolve_uncertain(action, NOT_APPLIED, claim=quick).applied
+        self.marked(action)
+        for claim in (slow, quick):
+            with pytest.raises(ReconcileTaken):
+                self.store.resolve_uncertain(action, NOT_APPLIED, claim=claim)
+        assert self.state(action) is State.UNCERTAIN
+        assert self.store.resolve_uncertain(action, APPLIED).applied
+
+    def test_a_claim_that_expired_untaken_still_rules(self) -> None:
+        """G18: nobody else has looked since."""
+        action = self.action()
+        self.marked(action)
+        claim = self.store.begin_reconcile(action, TTL)
+        self.tick()
+        assert not self.store.resolve_uncertain(action, NOT_APPLIED, claim=claim).applied
 
     def test_unclaimed_backlog_takes_turns(self) -> None:
         """G18: what was looked at without a ruling comes after what nobody has looked at since."""

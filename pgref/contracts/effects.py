@@ -302,10 +302,14 @@ class EffectStore(Protocol):
     def begin_reconcile(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> ReconcileClaim:
         """Claim the right to look into an uncertain key (G18, G27). Raises `NotUncertain` or `ReconcileTaken`."""
 
-    def resolve_uncertain(self, action: Action, resolution: Resolution) -> Ruling:
+    def resolve_uncertain(
+        self, action: Action, resolution: Resolution, *, claim: ReconcileClaim | None = None
+    ) -> Ruling:
         """Rule on an uncertain key and return the ruling that stands, the first one (G19, G20).
 
-        *Not applied* makes a key with a payload due at once. Raises `NotUncertain` or `UnsafeNotRetryable`.
+        *Not applied* makes a key with a payload due at once. With ``claim`` the ruling holds only for what was
+        uncertain when it was claimed: somebody who looked too slowly does not free a later attempt.
+        Raises `NotUncertain`, `UnsafeNotRetryable`, or `ReconcileTaken` when the claim is no longer the key's.
         """
 
     def raise_fences(self, floor: int, *, by: str = "", why: str = "") -> int:

@@ -247,7 +247,9 @@ class MemoryEffectStore:
         self._resources[entry.resource] = replace(resource, fence=resource.fence + 1)
         return resource.fence + 1
 
-    def resolve_uncertain(self, action: Action, resolution: Resolution) -> Ruling:
+    def resolve_uncertain(
+        self, action: Action, resolution: Resolution, *, claim: ReconcileClaim | None = None
+    ) -> Ruling:
         """Rule on an uncertain key and return the ruling that stands, the first one (G19, G20)."""
         valid_action(action)
         valid_resolution(resolution)
@@ -258,6 +260,8 @@ class MemoryEffectStore:
             if standing is not None:
                 return standing
             entry = _must_be_uncertain(action, found)
+            if claim is not None and (entry.claim is None or entry.claim.holder != claim.holder):
+                raise ReconcileTaken(f"{action.key!r} is no longer held by this claim", key=action.key)
             _refuse_unsafe(entry, resolution)
             self._put(_ruled(entry, resolution, now))
             return Ruling(resolution.applied, resolution.result)

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from psycopg.pq import PipelineStatus, TransactionStatus
 
 from pgref.errors import InvalidArgument, OutcomeUnknown, PgrefError, Unavailable
+from pgref.keys import valid_ttl
 from pgref.postgres._errors import Failure, classify, first_line, translated
 from pgref.postgres._signals import held, hold, let_through
 
@@ -39,9 +40,11 @@ def engine_of(source: sa.Engine | sa.URL | str) -> sa.Engine:
         if source.dialect.driver != "psycopg":
             raise InvalidArgument(f"engine must use the psycopg driver, not {source.dialect.driver}")
         return _safe_behind_poolers(source)
+    if not isinstance(source, str | sa.URL):
+        raise InvalidArgument(f"source must be an engine, a URL or a str, not {type(source).__name__}")
     try:
         url = sa.make_url(source)
-    except sa.exc.ArgumentError:
+    except (sa.exc.ArgumentError, ValueError):
         raise InvalidArgument("dsn must be a URL such as postgresql+psycopg://user@host/database") from None
     if url.drivername not in {"postgres", "postgresql", "postgresql+psycopg"}:
         raise InvalidArgument(f"dsn must begin with postgresql+psycopg://, not {url.drivername}://")
@@ -120,7 +123,7 @@ class Database:
 
     def __init__(self, engine: sa.Engine, *, settle_seconds: float = SETTLE_SECONDS) -> None:
         self.engine = engine
-        self.settle_seconds = settle_seconds
+        self.settle_seconds = valid_ttl(settle_seconds, "settle_seconds")
         self._reads_committed: bool | None = None
         _databases.add(self)
 

@@ -205,7 +205,9 @@ class PostgresEffectStore:
             return ReconcileClaim(action.key, str(answer.value), answer.fence, holder, answer.at)
         raise _ruling_refusal(answer, action)
 
-    def resolve_uncertain(self, action: Action, resolution: Resolution) -> Ruling:
+    def resolve_uncertain(
+        self, action: Action, resolution: Resolution, *, claim: ReconcileClaim | None = None
+    ) -> Ruling:
         valid_action(action)
         valid_resolution(resolution)
         answer = self._ask(
@@ -218,6 +220,7 @@ class PostgresEffectStore:
             resolution.why,
             resolution.force_retryable,
             self._clock.now(),
+            None if claim is None else claim.holder,
         )
         if answer.verdict in {"applied", "not_applied"}:
             return Ruling(answer.verdict == "applied", answer.value)

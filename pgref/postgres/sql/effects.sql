@@ -625,7 +625,7 @@ END $$;
 -- The first ruling wins. Asks for no fence and no claim: its ground is what happened downstream (G19-G21).
 CREATE OR REPLACE FUNCTION effect_resolve_uncertain(
   p_key text, p_fingerprint text, p_applied boolean, p_result text, p_by text, p_why text, p_force boolean,
-  p_now timestamptz DEFAULT NULL
+  p_now timestamptz DEFAULT NULL, p_claim uuid DEFAULT NULL
 ) RETURNS effect_answer
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
@@ -649,6 +649,9 @@ BEGIN
     v.verdict := 'not_applied';
   ELSIF a.state IS DISTINCT FROM 2 THEN
     v.verdict := 'not_uncertain'; v.attempt := a.state;
+  ELSIF p_claim IS NOT NULL AND a.reconciler IS DISTINCT FROM p_claim THEN
+    -- What was looked at has been ruled on since: this is another attempt's uncertainty.
+    v.verdict := 'reconcile_taken';
   ELSIF p_applied THEN
     UPDATE effect_action SET
       state = 3, ruling = true, result = p_result, completed_at = t, uncertain_at = NULL, expired = false, reason = NULL,
