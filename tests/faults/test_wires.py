@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from pgref.contracts.effects import Action, Granted, Lease, Resolution, RetrySafety, State
 from pgref.embedded import PostgresServer
 from pgref.errors import LeaseLost, OutcomeUnknown, PgrefError, Unavailable
-from pgref.postgres import PostgresEffectStore, Stores
+from pgref.postgres import PostgresEffectStore, Stores, _connection
 from tests.faults.state import Observer, assert_clean, plain
 from tests.faults.wire import Cut, Direction, Wire
 
@@ -25,6 +25,7 @@ B = Action("b", "y")
 APPLICATION = "wire"
 APPLIED = Resolution(applied=True, result="ruled", by="ann", why="saw it")
 SETTLE_SECONDS = 0.4
+LOCK_SECONDS = 4
 FREE = 0
 ABANDON_MESSAGES = 5
 """Parse, Bind, Describe, Execute, Sync."""
@@ -351,3 +352,14 @@ def test_a_lost_call_is_not_called_unwritten(trial: Trial, held: tuple[Lease, ps
     assert not trial.wire.armed
     assert_clean(stores.engine)
     trial.hang_up(stores)
+
+
+def test_the_server_gives_up_before_its_client(scene: Scene) -> None:
+    """G26: each function that writes waits for locks for less time than one try waits for its answer."""
+    query = """
+        SELECT array_agg(proname::text) FROM pg_proc WHERE pronamespace = %s::regnamespace AND provolatile = 'v'
+            AND proname LIKE 'effect\\_%%' AND prolang = (SELECT oid FROM pg_language WHERE lanname = 'plpgsql')
+            AND NOT coalesce('lock_timeout=4s' = ANY (proconfig), false)
+    """
+    assert scene.observer.one(query, f'"{scene.observer.schema}"') in (None, ["effect_abandon"])
+    assert LOCK_SECONDS < _connection.SETTLE_SECONDS / 2
