@@ -59,6 +59,11 @@ def _rebuild(cls: type[PgrefError], args: tuple[Any, ...], attributes: dict[str,
     return error
 
 
+def cause_of(raised: BaseException, met: BaseException) -> BaseException | None:
+    """Return what to raise ``raised`` from, where it may be the very error that was ``met``."""
+    return met.__cause__ if raised is met else met
+
+
 class InvalidArgument(PgrefError, ValueError):
     """An argument is outside its limits; the message names both. Raised before anything is sent."""
 

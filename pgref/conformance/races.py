@@ -231,13 +231,22 @@ class EffectStoreRaces(EffectStoreHarness):
             assert sorted(a.key for a, o in told if isinstance(o, Granted)) == sorted(a.key for a in actions)
             assert all(isinstance(outcome, Granted | InFlight) for _, outcome in told)
 
-    def test_batches_over_each_others_resources(self) -> None:
-        """G7, G8: batches that want each other's resources, new or known, grant each resource and each key once."""
-        for n in range(REPEATS):
-            self.token, known = uuid4().hex, n % 2
+    @pytest.mark.usefixtures("empty_store")
+    @pytest.mark.parametrize(
+        ("known", "retained"), [(0, False), (1, False), (1, True)], ids=["new", "known", "retained"]
+    )
+    def test_batches_over_each_others_resources(self, known: int, *, retained: bool) -> None:
+        """G7, G8: batches that want each other's resources grant each resource and each key once.
+
+        New resources, known ones, and ones whose last key was removed, so that nothing but the resource is left.
+        """
+        for _ in self.rounds():
             for m in range(CALLERS * known):
                 first = self.action(f"first {m}", on=f"resource {m}")
                 self.store.complete(first, self.granted(first))
+            if retained:
+                self.tick(2 * TTL)
+                self.store.retain(TTL, ALL)
             there = self.wanted()
             back = [self.action(f"back {m}", on=f"resource {m}") for m in reversed(range(CALLERS))]
             crossed = [self.action(f"key {m}", on=f"resource {CALLERS - 1 - m}") for m in range(CALLERS)]

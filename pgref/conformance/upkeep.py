@@ -65,10 +65,14 @@ class _Retention(EffectStoreHarness):
             assert self.store.retain(TTL, 10) == 0
 
     @alone
-    def test_the_horizon(self) -> None:
-        """G25, G23: a key done exactly so long ago stays, one a moment longer goes."""
-        action = self.done()
-        self.tick(TTL)
+    @pytest.mark.parametrize("until_completed", [0, 1, -1])
+    def test_the_horizon(self, until_completed: float) -> None:
+        """G25, G23: a key granted or done exactly so long ago stays, one a moment longer goes."""
+        action = self.action()
+        lease = self.granted(action)
+        self.tick(until_completed)
+        self.store.complete(action, lease)
+        self.tick(TTL + max(0, -until_completed))
         with self.unchanged(action):
             assert self.store.retain(TTL, 10) == 0
         self.tick(0.001)

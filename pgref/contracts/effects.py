@@ -33,6 +33,7 @@ __all__ = [
     "Uncertain",
     "valid_action",
     "valid_actions",
+    "valid_claim",
     "valid_completions",
     "valid_credentials",
     "valid_holder",
@@ -362,6 +363,11 @@ def valid_credentials(action: object, lease: object) -> tuple[Action, Lease]:
 def valid_resolution(value: object) -> Resolution:
     """Return ``value`` if it is a `Resolution`."""
     return valid_instance(value, Resolution, "resolution")
+
+
+def valid_claim(value: object) -> ReconcileClaim | None:
+    """Return ``value`` if it is None or a `ReconcileClaim`."""
+    return None if value is None else valid_instance(value, ReconcileClaim, "claim")
 
 
 def valid_result(value: object) -> str | None:

@@ -33,6 +33,7 @@ from pgref.contracts.effects import (
     Uncertain,
     valid_action,
     valid_actions,
+    valid_claim,
     valid_completions,
     valid_credentials,
     valid_holder,
@@ -253,6 +254,7 @@ class MemoryEffectStore:
         """Rule on an uncertain key and return the ruling that stands, the first one (G19, G20)."""
         valid_action(action)
         valid_resolution(resolution)
+        valid_claim(claim)
         with self._lock:
             now = self._now()
             found = self._flip_if_expired(self._entry_of(action), now)

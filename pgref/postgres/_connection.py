@@ -14,7 +14,7 @@ import psycopg
 import sqlalchemy as sa
 from psycopg.pq import PipelineStatus, TransactionStatus
 
-from pgref.errors import InvalidArgument, OutcomeUnknown, PgrefError, Unavailable
+from pgref.errors import InvalidArgument, OutcomeUnknown, PgrefError, Unavailable, cause_of
 from pgref.keys import valid_ttl
 from pgref.postgres._errors import Failure, classify, first_line, translated
 from pgref.postgres._signals import held, hold, let_through
@@ -143,7 +143,8 @@ class Database:
             except (Unavailable, psycopg.Error) as error:
                 failure = classify(error)
                 if not lost and failure not in {Failure.AMBIGUOUS, Failure.REPEAT}:
-                    raise translated(error) from error
+                    ours = translated(error)
+                    raise ours from cause_of(ours, error)
                 if patient and not lost:
                     deadline = time.monotonic() + self.settle_seconds
                 again = lost and failure is not Failure.REPEAT
@@ -216,7 +217,7 @@ class Database:
     def hurry(self, connection: sa.Connection) -> None:
         """Limit the time that a connection lent by `transaction` waits for each of its remaining answers."""
         if connection.get_execution_options().get(_LENT):
-            _limit(connection.connection.driver_connection, self._answer_by())
+            _limit(connection.connection.driver_connection, each_seconds=self.settle_seconds / 2)
 
 
 class _RawLoan:
@@ -305,8 +306,8 @@ def _is_idle(connection: Any) -> bool:
     return bool(driver.transaction_status == TransactionStatus.IDLE and driver.pipeline_status == PipelineStatus.OFF)
 
 
-def _limit(connection: Any, answer_by: float) -> None:
-    """From now on take the connection as lost when an answer has not come by ``answer_by``.
+def _limit(connection: Any, answer_by: float = math.inf, *, each_seconds: float = math.inf) -> None:
+    """From now on take the connection as lost when an answer has not come by ``answer_by`` or after ``each_seconds``.
 
     A server that went without a word, or a pooler that holds on to a dead one, never closes it. All waiting of a
     psycopg connection goes through its `wait`, which looks up ten times a second.
@@ -314,7 +315,8 @@ def _limit(connection: Any, answer_by: float) -> None:
     wait: Callable[..., Any] = type(connection).wait
 
     def limited(answer: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
-        return wait(connection, _until(answer_by, answer), *args, **kwargs)
+        by = min(answer_by, time.monotonic() + each_seconds)
+        return wait(connection, _until(by, answer), *args, **kwargs)
 
     connection.wait = limited
 

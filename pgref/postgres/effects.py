@@ -31,6 +31,7 @@ from pgref.contracts.effects import (
     Uncertain,
     valid_action,
     valid_actions,
+    valid_claim,
     valid_completions,
     valid_credentials,
     valid_holder,
@@ -39,7 +40,7 @@ from pgref.contracts.effects import (
     valid_resolution,
     valid_result,
 )
-from pgref.errors import FingerprintMismatch, Refused
+from pgref.errors import FingerprintMismatch, Refused, cause_of
 from pgref.keys import valid_fence, valid_key, valid_limit, valid_text, valid_ttl
 from pgref.postgres._connection import Database
 from pgref.postgres._errors import refusal, rolled_back, sqlstate
@@ -165,7 +166,8 @@ class PostgresEffectStore:
             cursor.execute(self._statement("complete_here", len(arguments)), arguments)
         except psycopg.Error as error:
             if sqlstate(error) != _REFUSED_IN_TRANSACTION:
-                raise rolled_back(error) from error
+                ours = rolled_back(error)
+                raise ours from cause_of(ours, error)
             verdict = error.diag.message_detail or "lease_lost"
             raise refusal(verdict, action.key, fence=lease.fence) from None
 
@@ -210,6 +212,7 @@ class PostgresEffectStore:
     ) -> Ruling:
         valid_action(action)
         valid_resolution(resolution)
+        valid_claim(claim)
         answer = self._ask(
             "resolve_uncertain",
             action.key,

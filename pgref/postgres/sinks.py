@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import psycopg
 import sqlalchemy as sa
 
-from pgref.errors import FenceStale
+from pgref.errors import FenceStale, cause_of
 from pgref.keys import valid_callable, valid_fence, valid_key
 from pgref.postgres._connection import Database
 from pgref.postgres._errors import rolled_back
@@ -48,7 +48,8 @@ class PostgresSink:
         try:
             cursor.execute(f"SELECT {self._schema}.sink_admit(%s, %s)", (resource, fence))
         except psycopg.Error as error:
-            raise rolled_back(error) from error
+            ours = rolled_back(error)
+            raise ours from cause_of(ours, error)
         (seen,) = cursor.fetchone()
         if seen > fence:
             raise FenceStale(f"{resource!r} has seen fence {seen}", fence=fence, seen=seen)

@@ -12,7 +12,7 @@ import redis
 from redis import exceptions
 from redis.commands import CoreCommands
 
-from pgref.errors import FenceStale, InvalidArgument, OutcomeUnknown, SchemaError, Unavailable
+from pgref.errors import FenceStale, InvalidArgument, OutcomeUnknown, SchemaError, Unavailable, cause_of
 from pgref.keys import valid_fence, valid_key, valid_text
 
 __all__ = ["COMMAND_WORDS_MAX", "WRITE_WORDS_MAX", "Recorder", "RedisSink"]
@@ -146,7 +146,8 @@ class RedisSink:
         try:
             value: Any = self._client.get(key)
         except exceptions.ResponseError as error:
-            raise _translated(error, resource) from error
+            ours = _translated(error, resource)
+            raise ours from cause_of(ours, error)
         except _LOST as error:
             raise Unavailable(f"the server is not reachable: {error}") from error
         return 0 if value is None else _fence(value, resource)
@@ -186,7 +187,8 @@ class RedisSink:
             except exceptions.NoScriptError:
                 return _answer(connection, "EVAL", _SCRIPT, *arguments)
         except (exceptions.ResponseError, exceptions.BusyLoadingError) as error:
-            raise _translated(error, resource) from error
+            ours = _translated(error, resource)
+            raise ours from cause_of(ours, error)
         except _LOST as error:
             raise OutcomeUnknown(f"the answer about {resource!r} was lost: {error}") from error
         finally:

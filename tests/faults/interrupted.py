@@ -25,6 +25,7 @@ from tests.faults.state import assert_clean
 __all__: list[str] = []
 
 TTL = 3600.0
+PATHS = ("done", "many", "withdrawn", "ruled", "within")
 APPLIED = Resolution(applied=True, result="ruled")
 
 
@@ -56,13 +57,16 @@ class Life:
         yield self.acquire, State.IN_FLIGHT
         yield self.renew, State.IN_FLIGHT
         yield self.renew_many, State.IN_FLIGHT
-        yield from {"done": self.done, "withdrawn": self.withdrawn, "ruled": self.ruled, "within": self.within}[
-            self.path
-        ]()
+        yield from getattr(self, self.path)()
 
     def done(self) -> Iterator[tuple[Callable[[], object], State]]:
         yield self.write_fenced, State.IN_FLIGHT
         yield self.complete, State.DONE
+
+    def many(self) -> Iterator[tuple[Callable[[], object], State]]:
+        yield self.acquire_many, State.IN_FLIGHT
+        yield self.sweep, State.IN_FLIGHT
+        yield self.complete_many, State.DONE
 
     def withdrawn(self) -> Iterator[tuple[Callable[[], object], State]]:
         yield self.abandon, State.FREE
@@ -90,6 +94,19 @@ class Life:
 
     def renew_many(self) -> None:
         self.effects.renew_many([(self.action, self.granted())], TTL)
+
+    def acquire_many(self) -> None:
+        (outcome,) = self.effects.acquire_many([self.action], TTL, holders=[self.holder])
+        assert isinstance(outcome, Granted)
+        self.lease = outcome.lease
+
+    def sweep(self) -> None:
+        assert self.effects.expire_intents(10) == 0
+        assert self.effects.claim_due(10, TTL) == []
+        assert self.effects.retain(TTL, 10) == 0
+
+    def complete_many(self) -> None:
+        assert self.effects.complete_many([(self.action, self.granted(), "r")]) == ["r"]
 
     def write_fenced(self) -> None:
         self.stores.sinks.write_fenced(self.action.resource, self.granted().fence, lambda _: None)
@@ -171,7 +188,7 @@ class Process:
 
     def _live(self) -> None:
         while True:
-            life = Life(self.stores, self._random.choice(["done", "withdrawn", "ruled", "within"]))
+            life = Life(self.stores, self._random.choice(PATHS))
             before = State.FREE
             for step, after in life.steps():
                 self._moment = Moment(life, step, before, after)

@@ -81,12 +81,16 @@ def _write_fenced(stores: Stores, _: object) -> None:
 def _database_effect(stores: Stores, lease: Lease) -> str:
     """Complete in the transaction of the effect; a commit without an answer is settled under the row lock."""
     try:
-        with stores.database.transaction() as connection:
-            _insert(stores, connection)
-            stores.effects.complete_within(connection, A, lease, "r")
+        _commit_effect(stores, lease)
     except OutcomeUnknown:
         return _settled(stores, lease)
     return "done"
+
+
+def _commit_effect(stores: Stores, lease: Lease) -> None:
+    with stores.database.transaction() as connection:
+        _insert(stores, connection)
+        stores.effects.complete_within(connection, A, lease, "r")
 
 
 def _settled(stores: Stores, lease: Lease) -> str:
@@ -178,6 +182,7 @@ class Trial:
         passed = self.wire.passed
         self.wire.arm()
         assert_clean(stores.engine)
+        stores.effects.lookup("next")
         self.hang_up(stores)
         return Run(answer, before, observer.rows(), passed)
 
@@ -280,9 +285,10 @@ def test_a_server_that_stays_away(trial: Trial, name: str) -> None:
     assert isinstance(run.answer, OutcomeUnknown)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "raise_fences"])
-def test_a_wire_that_falls_silent(trial: Trial, name: str) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_a_wire_that_falls_silent(trial: Trial, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """G26: no call waits for ever, neither for its answer nor for the lock of a session whose client has gone."""
+    monkeypatch.setattr(_connection, "PATIENT_SECONDS", SETTLE_SECONDS)  # raise_fences waits longer than others
     method = METHODS[name]
     undisturbed = trial.run(method, None)
     for before in (True, False):
@@ -316,6 +322,32 @@ def test_a_commit_that_lingers(trial: Trial) -> None:
     trial.hang_up(stores)
     assert _settled(stores, lease) == "withdrawn"
     assert ("data", "effect") not in trial.scene.observer.rows()
+    trial.hang_up(stores)
+
+
+def test_a_commit_that_was_made_and_not_answered(trial: Trial) -> None:
+    """G26: unknown to who sent it; under the row lock a fresh connection learns that the key is done."""
+    method = METHODS["database effect"]
+    commit = trial.run(method, None).passed[Direction.CLIENT]
+    trial.scene.observer.empty()
+    lease = trial.scene.granted()
+    stores = trial.opened(SETTLE_SECONDS)
+    stores.effects.lookup("warm")
+    trial.wire.arm(Cut(Direction.CLIENT, commit, silent=True))
+    with pytest.raises(OutcomeUnknown, match="not answered"):
+        _commit_effect(stores, lease)
+    assert _settled(stores, lease) == "done"
+    assert ("data", "effect") in trial.scene.observer.rows()
+    trial.hang_up(stores)
+
+
+def test_what_a_call_says_has_a_cause(trial: Trial) -> None:
+    """G26: an error that the store already speaks keeps what it came from, and is not its own cause."""
+    stores = trial.opened(SETTLE_SECONDS)
+    trial.wire.arm(Cut(Direction.CLIENT, 1, before=True, for_good=True))
+    with pytest.raises(Unavailable) as caught:
+        stores.effects.lookup("a")
+    assert isinstance(caught.value.__cause__, psycopg.OperationalError)
     trial.hang_up(stores)
 
 

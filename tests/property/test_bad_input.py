@@ -107,6 +107,9 @@ SLOTS: dict[str, Slot] = {
     "begin_reconcile.holder": lambda stage, value: stage.store.begin_reconcile(stage.action, TTL, holder=value),
     "resolve_uncertain.action": lambda stage, value: stage.store.resolve_uncertain(value, Resolution(applied=True)),
     "resolve_uncertain.resolution": lambda stage, value: stage.store.resolve_uncertain(stage.action, value),
+    "resolve_uncertain.claim": lambda stage, value: stage.store.resolve_uncertain(
+        stage.action, Resolution(applied=True), claim=value
+    ),
     "raise_fences.floor": lambda stage, value: stage.store.raise_fences(_not_the_last(value)),
     "raise_fences.by": lambda stage, value: stage.store.raise_fences(1, by=value),
     "raise_fences.why": lambda stage, value: stage.store.raise_fences(1, why=value),

@@ -107,7 +107,7 @@ class EffectStoreMachine(RuleBasedStateMachine):
         self.clock = ManualClock()
         self.pair = Pair(MemoryEffectStore(self.clock), type(self).subject(self.clock))
         self.hands: dict[str, list[Held]] = {worker: [] for worker in (*WORKERS, GHOST)}
-        self.claims: list[UUID] = []
+        self.claims: list[ReconcileClaim] = []
         self.edges: list[datetime] = []
         self.newest: dict[str, int] = {}
         self.minted = 0
@@ -129,6 +129,11 @@ class EffectStoreMachine(RuleBasedStateMachine):
         nobody = (Action("a", "r"), Lease("r", 1, UUID(int=0), self.clock.now()))
         held = hand[-1 - index % len(hand)] if hand else nobody
         return LIES[lie](held, self)
+
+    def _to_reconcile(self, index: int, action: Action) -> Action:
+        """Return an action that is uncertain, if there is one and ``index`` is not 0."""
+        uncertain = self.pair.model.backlog(1000)
+        return uncertain[index % len(uncertain)].action if index and uncertain else action
 
     def _took(self, worker: str, action: Action, outcome: Outcome) -> None:
         if not isinstance(outcome, Granted):
@@ -202,17 +207,18 @@ class EffectStoreMachine(RuleBasedStateMachine):
 
     # Reconciliation
 
-    @rule(action=actions, ttl=TTLS, again=st.booleans())
-    def begin_reconcile(self, action: Action, ttl: float, again: bool) -> None:
-        holder = self.claims[-1] if again and self.claims else self._holder()
-        claim = self.pair.ask("begin_reconcile", action, ttl, holder=holder)
+    @rule(chosen=st.tuples(st.integers(0, 3), actions), ttl=TTLS, again=st.booleans())
+    def begin_reconcile(self, chosen: tuple[int, Action], ttl: float, again: bool) -> None:
+        holder = self.claims[-1].holder if again and self.claims else self._holder()
+        claim = self.pair.ask("begin_reconcile", self._to_reconcile(*chosen), ttl, holder=holder)
         if isinstance(claim, ReconcileClaim):
-            self.claims.append(claim.holder)
+            self.claims.append(claim)
             self.edges.append(claim.expires_at)
 
-    @rule(action=actions, resolution=resolutions)
-    def resolve_uncertain(self, action: Action, resolution: Resolution) -> None:
-        self.pair.ask("resolve_uncertain", action, resolution)
+    @rule(chosen=st.tuples(st.integers(0, 3), actions), resolution=resolutions, named=st.integers(0, 3))
+    def resolve_uncertain(self, chosen: tuple[int, Action], resolution: Resolution, named: int) -> None:
+        claim = self.claims[-1 - named % len(self.claims)] if named and self.claims else None
+        self.pair.ask("resolve_uncertain", self._to_reconcile(*chosen), resolution, claim=claim)
 
     # Sweeping
 
@@ -253,12 +259,30 @@ class EffectStoreMachine(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.clock.tick(seconds)
 
-    @rule(index=st.integers(0, 5), microseconds=st.sampled_from([-1, 0, 1, 1_000_000]))
+    @rule(index=st.integers(0, 5), microseconds=st.sampled_from([0, -1, 1, 1_000_000]))
     def tick_to_an_edge(self, index: int, microseconds: int) -> None:
         ahead = sorted({edge for edge in self.edges if edge > self.clock.now()})
         if ahead:
             edge = ahead[index % len(ahead)] + timedelta(microseconds=microseconds)
             self.clock.tick(max(0.0, (edge - self.clock.now()).total_seconds()))
+
+    @rule(
+        chosen=credentials, microseconds=st.sampled_from([0, -1]), call=st.sampled_from(["renew", "abandon", "acquire"])
+    )
+    def act_at_the_edge(self, chosen: tuple[str, int, str], microseconds: int, call: str) -> None:
+        """Call when the lease has just expired, and when it is about to."""
+        action, lease = self._credential(chosen)
+        known = self.pair.model.lookup(action.key)
+        if known is not None and known.expires_at > self.clock.now():
+            edge = known.expires_at + timedelta(microseconds=microseconds)
+            self.clock.tick((edge - self.clock.now()).total_seconds())
+        match call:
+            case "acquire":
+                self.pair.ask("acquire", action, 60.0, holder=lease.holder)
+            case "renew":
+                self.pair.ask("renew", action, lease, 60.0)
+            case _:
+                self.pair.ask("abandon", action, lease, due_in_seconds=5.0)
 
     @rule(worker=st.sampled_from(WORKERS))
     def crash(self, worker: str) -> None:

@@ -173,7 +173,7 @@ BROKEN = {
     "an unsafe effect is called safe (G20)": Rules(Sink.NOTHING, SAFE),
     "the sink is looked at without the seal (G27)": Rules(Sink.FENCES, SAFE, seals=False),
     "the seal is not above the attempt (G27)": Rules(Sink.FENCES, SAFE, store=MintsNoSeal),
-    "a verdict counts after its claim was lost (G18)": Rules(Sink.FENCES, SAFE, checks_claim=False),
+    "a ruling does not name its claim (G18, G19)": Rules(Sink.FENCES, SAFE, checks_claim=False),
     "nobody looks before a key is freed (G20)": Rules(Sink.FENCES, SAFE, asks_probe=False),
     "an expired intent is granted again (G3)": Rules(Sink.NOTHING, UNSAFE, store=GrantsExpiredAgain),
     "release frees the key (G15)": Rules(Sink.NOTHING, UNSAFE, store=FreesWithRelease),

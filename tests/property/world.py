@@ -58,8 +58,7 @@ class Rules:
     seals: bool = True
     forces: bool = False
     checks_claim: bool = True
-    """A verdict counts only while the claim under which it was found is the key's newest. The store does not see to
-    that (G19 asks for no claim): without it a reconciler that is late by a whole attempt causes a duplicate."""
+    """A ruling names the claim under which it was found, so that it does not free a later attempt."""
     store: type[MemoryEffectStore] = MemoryEffectStore
 
     def action(self, key: str) -> Action:
@@ -391,11 +390,10 @@ def _look(scene: Scene, worker: Worker) -> Worker:
 
 def _rule(scene: Scene, worker: Worker) -> Worker:
     assert worker.claim is not None
-    if scene.rules.checks_claim and scene.store._entries[worker.key].claim != worker.claim:
-        return IDLE
     applied = worker.doing == "saw it"
     resolution = Resolution(applied, "1" if applied else None, force_retryable=scene.rules.forces and not applied)
-    scene.store.resolve_uncertain(scene.rules.action(worker.key), resolution)
+    claim = worker.claim if scene.rules.checks_claim else None
+    scene.store.resolve_uncertain(scene.rules.action(worker.key), resolution, claim=claim)
     return IDLE
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import psycopg
 import pytest
 import sqlalchemy as sa
 
 from pgref import errors
-from pgref.postgres._errors import _FAILURES, Failure, classify, rolled_back, sqlstate, translated
+from pgref.postgres import _connection, _errors
+from pgref.postgres._errors import _FAILURES, _REFUSALS, Failure, classify, rolled_back, sqlstate, translated
 
 TRANSLATED = {
     Failure.UNAVAILABLE: errors.Unavailable,
@@ -16,6 +22,17 @@ TRANSLATED = {
 }
 STATES = [name for name in _FAILURES if isinstance(name, str)]
 CLASSES = [name for name in _FAILURES if not isinstance(name, str)]
+JUDGED = {
+    Failure.REPEAT: ["40001", "40P01"],
+    Failure.UNAVAILABLE: ["25006", "53000", "53100", "53200", "53300", "55P03", "57014"],
+    Failure.ARGUMENT: ["22001", "22021", "22P02", "22P05", "54000"],
+    Failure.SCHEMA: ["3F000", "42501", "42883", "42P01"],
+    Failure.OTHER: ["23505", "42601"],
+}
+ANSWERS = {
+    *("granted", "done", "uncertain", "in_flight", "contended", "again", "expired"),
+    *("completed", "renewed", "ok", "claimed", "applied", "not_applied", "busy", "lost"),
+}
 AMBIGUOUS = ["08000", "08003", "08006", "08P01", "25P03", "40003", "57P01", "57P02", "57P05", "58030", "XX000"]
 
 
@@ -50,6 +67,11 @@ def test_a_connection_that_went_is_ambiguous(state: str) -> None:
     assert classify(raised_by_server(state)) is Failure.AMBIGUOUS
 
 
+@pytest.mark.parametrize(("failure", "state"), [(failure, state) for failure in JUDGED for state in JUDGED[failure]])
+def test_what_the_server_says_is_definite(failure: Failure, state: str) -> None:
+    assert classify(raised_by_server(state)) is failure
+
+
 def test_a_lost_connection_has_no_state() -> None:
     lost = psycopg.OperationalError("server closed the connection unexpectedly")
     assert (sqlstate(lost), classify(lost)) == (None, Failure.AMBIGUOUS)
@@ -78,3 +100,43 @@ def test_before_its_commit_nothing_of_a_transaction_is_ambiguous(state: str) -> 
 def test_an_answer_of_ours_stays_itself() -> None:
     away = errors.Unavailable("away")
     assert translated(away) is away
+
+
+def test_every_verdict_that_refuses_has_an_error() -> None:
+    sql = Path(_errors.__file__).with_name("sql").joinpath("effects.sql").read_text()
+    verdicts = set(re.findall(r"(?:verdict := |THEN |ELSE |RETURN |verdict, )'([a-z_]+)'", sql))
+    assert verdicts - ANSWERS == set(_REFUSALS) - {"done"}
+    assert verdicts >= ANSWERS
+    assert all(issubclass(cls, errors.Refused) for cls, _ in _REFUSALS.values())
+
+
+class Connection:
+    """A connection whose every answer takes ``seconds`` and one look."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def wait(self, answer: Any) -> None:
+        next(answer)
+        self._clock[0] += self._seconds
+        answer.send(0)
+        answer.close()
+
+
+def _answer() -> Any:
+    yield 1
+    yield 1
+
+
+@pytest.mark.parametrize("limit", [{"each_seconds": 5.0}, {"answer_by": 9.0}])
+def test_a_limit_is_for_each_answer_or_for_all(monkeypatch: pytest.MonkeyPatch, limit: dict[str, float]) -> None:
+    """G26: after `complete_within` the caller's transaction may last, but none of its statements."""
+    clock = [0.0]
+    monkeypatch.setattr(_connection, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    connection = Connection(clock, seconds=4.0)
+    _connection._limit(connection, **limit)
+    for _ in range(2):
+        connection.wait(_answer())
+    connection._seconds = 6.0
+    with pytest.raises(psycopg.OperationalError, match="in time"):
+        connection.wait(_answer())

@@ -32,6 +32,13 @@ def test_every_error_is_drawn_in_the_module() -> None:
         assert missing == []
 
 
+def test_an_error_is_never_its_own_cause() -> None:
+    met = pgref.errors.Unavailable("away")
+    met.__cause__ = driver = OSError("refused")
+    assert pgref.errors.cause_of(met, met) is driver
+    assert pgref.errors.cause_of(pgref.errors.SchemaError("absent"), met) is met
+
+
 def test_not_applied_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(NotApplied("declined", force=True)))
     assert (str(error), error.force) == ("declined", True)
