@@ -11,8 +11,9 @@ import sqlalchemy as sa
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_integration.effect import Effect, NotApplied, RetryLater
-from celery_integration.process import Gate, signals_held
+from celery_integration.process import Gate
 from celery_integration.results import dump_result, load_result
+from pgref import signals
 from pgref.contracts.effects import State
 from pgref.errors import FenceError, OutcomeUnknown, PgrefError, Refused, Unavailable
 
@@ -89,12 +90,12 @@ def run_in_transaction(attempt: Attempt) -> Any:
                 finally:
                     effect.unbind()
                 text, value = dump_result(call.action.key, value, gate.settings.result_bytes_max)
-                holding.enter_context(signals_held())
+                holding.enter_context(signals.held())
                 completing = True
                 gate.effects.complete_within(connection, call.action, lease, text)
             return value
         except BaseException as error:
-            holding.enter_context(signals_held())
+            holding.enter_context(signals.held())
             if not completing:
                 attempt.abandon(error)
                 raise
@@ -130,9 +131,9 @@ def run_outside(attempt: Attempt) -> Any:
         effect = Effect(call.task, call.action, fence=lease.fence, attempt=attempt.granted.attempt, held=held)
         try:
             value = call.run(effect)
-            holding.enter_context(signals_held())
+            holding.enter_context(signals.held())
         except BaseException as error:
-            holding.enter_context(signals_held())
+            holding.enter_context(signals.held())
             if _did_not_happen(error, effect, call):
                 attempt.abandon(error)
             else:

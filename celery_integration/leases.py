@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from pgref import signals
 from pgref.contracts.effects import Action, EffectStore, Lease, Renewal
 from pgref.errors import LeaseLost, PgrefError
 
@@ -72,7 +73,8 @@ class LeaseKeeper:
             self._held.add(held)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fenced-lease-keeper", daemon=True)
-                self._thread.start()
+                with signals.held():
+                    self._thread.start()
             elif held.due_at < self._next_due_at:
                 self._changed.notify()
         try:

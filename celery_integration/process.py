@@ -1,13 +1,10 @@
-"""What a worker process keeps open: stores and the lease keeper, made after the fork; and holding signals off."""
+"""What a worker process keeps open: stores and the lease keeper, made after the fork."""
 
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from celery import Celery
 
@@ -15,9 +12,7 @@ from celery_integration.leases import LeaseKeeper
 from celery_integration.settings import Settings
 from pgref.postgres import Stores
 
-__all__ = ["Gate", "gate_of", "signals_held"]
-
-_HELD_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1}
+__all__ = ["Gate", "gate_of"]
 
 
 class Gate:
@@ -53,19 +48,3 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
-
-
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """Hold off what Celery interrupts a body with, so that recording an outcome is not cut short.
-
-    Time limits, revoke and shutdown reach the main thread as signals; other threads get none.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

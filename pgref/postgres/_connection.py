@@ -17,7 +17,7 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from pgref.errors import InvalidArgument, OutcomeUnknown, PgrefError, Unavailable, cause_of
 from pgref.keys import valid_ttl
 from pgref.postgres._errors import Failure, classify, first_line, translated
-from pgref.postgres._signals import held, hold, let_through
+from pgref.signals import held, hold, let_through
 
 __all__ = ["Database", "engine_of"]
 

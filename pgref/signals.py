@@ -1,7 +1,10 @@
-"""Holding signal handlers off while a pooled connection changes hands: an exception there would lose it.
+"""Holding signal handlers off where an exception would cut short what must be finished.
+
+That is a pooled connection that changes hands, and an outcome that is being recorded.
 
 Python runs handlers in the main thread between any two instructions, so only there anything is held. A signal sent to
-the process also counts as held off only if no other thread takes it.
+the process also counts as held off only if no other thread takes it: start threads in a block of `held`, whose mask
+they inherit.
 """
 
 from __future__ import annotations
