@@ -73,11 +73,9 @@ class Definition:
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments by name with defaults applied, or None if they do not fit the signature."""
         try:
-            bound = self.signature.bind(*args, **kwargs)
+            return self.arguments(args, kwargs)
         except TypeError:
             return None
-        bound.apply_defaults()
-        return dict(bound.arguments)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """As `bind`, but raise the TypeError that calling the function would raise."""

@@ -62,9 +62,7 @@ class FencedTask(Task):  # type: ignore[type-arg]
                         self._come_back(call, min(seconds, gate.settings.comeback_seconds_max))
                     case Uncertain(reason=reason):
                         if reconcile(gate, call) is None:
-                            raise EffectUncertain(
-                                f"{call.action.key!r} may have happened: {reason}", key=call.action.key
-                            )
+                            raise _uncertain(call, reason)
         except Interrupted as error:
             logger.warning("%s was interrupted and comes back: %s", call.action.key, error)
             self._come_back(call, gate.settings.comeback_seconds_max)

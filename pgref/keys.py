@@ -85,19 +85,19 @@ def valid_ttl(value: object, argument: str = "ttl_seconds") -> float:
 
 def valid_fence(value: object, argument: str = "fence", *, fence_min: int = 1) -> int:
     """Return ``value`` if it can be a fence (1 to 2⁶³-1), else raise `InvalidArgument` (G34)."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgument(f"{argument} must be an int, not {type(value).__name__}")
-    if not fence_min <= value <= FENCE_MAX:
-        raise InvalidArgument(f"{argument} must be {fence_min} to {FENCE_MAX}")
-    return value
+    return _valid_int(value, argument, fence_min, FENCE_MAX)
 
 
 def valid_limit(value: object, argument: str = "limit") -> int:
     """Return ``value`` if it can be a batch size (1 to `LIMIT_MAX`), else raise `InvalidArgument`."""
+    return _valid_int(value, argument, 1, LIMIT_MAX)
+
+
+def _valid_int(value: object, argument: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgument(f"{argument} must be an int, not {type(value).__name__}")
-    if not 1 <= value <= LIMIT_MAX:
-        raise InvalidArgument(f"{argument} must be 1 to {LIMIT_MAX}")
+    if not low <= value <= high:
+        raise InvalidArgument(f"{argument} must be {low} to {high}")
     return value
 
 
