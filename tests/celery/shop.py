@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from celery import Celery, shared_task
 
 from celery_integration import Applied, Effect, NotApplied, Unknown, fenced_task, install, schedule
+from pgref.contracts.effects import Granted, Resolution
 
 app = Celery("shop", broker=os.environ["BROKER_URL"], backend=os.environ["BROKER_URL"], set_as_current=True)
 app.conf.update(
@@ -161,6 +162,29 @@ def parcel_probe(effect: Effect, key: str, verdict: str = "unknown") -> Applied 
         case "broken":
             raise RuntimeError("the probe is broken")
     return Unknown("no idea")
+
+
+@fenced_task(key="{key}", sink="external", retry_safety="safe")
+def overtaken(effect: Effect, key: str) -> Any:
+    """Safe only as long as a probe's answer is about the attempt that it was asked about."""
+    _apply_outside(effect, key)
+    raise ConnectionError("no answer")
+
+
+@overtaken.probe
+def overtaken_probe(effect: Effect, key: str) -> NotApplied:
+    """Answer after somebody else has ruled, and a later attempt has become uncertain in its turn."""
+    from celery_integration.process import gate_of
+
+    effects = gate_of(app).effects
+    record = effects.lookup(effect.key)
+    assert record is not None
+    effects.resolve_uncertain(record.action, Resolution(applied=False, by="a person", why="asked by phone"))
+    granted = effects.acquire(record.action, 60)
+    assert isinstance(granted, Granted)
+    _apply_outside(effect, key)
+    effects.mark_uncertain(record.action, granted.lease, "no answer")
+    return NotApplied()
 
 
 @fenced_task(key="{key}", sink="external", retry_safety="safe", soft_time_limit=1)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from celery_integration import EffectBusy
+from celery_integration import EffectBusy, EffectUncertain
 from celery_integration.reconcile import sweep
 from pgref.contracts.effects import Action, Granted, RetrySafety, State
 from pgref.errors import FingerprintMismatch
@@ -65,6 +65,18 @@ def test_an_eager_failure_leaves_nothing(shop: ModuleType, key: str, entries: En
     with pytest.raises(ValueError, match="the body failed"):
         shop.book.delay(key, "error").get()
     assert entries(key) == []
+
+
+def test_a_probe_that_looked_too_slowly_frees_no_later_attempt(shop: ModuleType, key: str, gate: Stores) -> None:
+    """What it did not find was another attempt's: the key stays uncertain and the body does not run again."""
+    with pytest.raises(ConnectionError):
+        shop.overtaken(key)
+    with pytest.raises(EffectUncertain):
+        shop.overtaken(key)
+    record = gate.effects.lookup(f"{shop.overtaken.name}:{key}")
+    assert record is not None
+    assert (record.state, record.attempt) == (State.UNCERTAIN, 2)
+    assert len(shop.outside(key)) == 2
 
 
 def test_one_bad_record_does_not_stop_a_sweep(shop: ModuleType, key: str, gate: Stores) -> None:
