@@ -82,7 +82,7 @@ class Subject:
         lease = self._grant(action).lease
         with self.stores.database.transaction() as connection:
             connection.exec_driver_sql(UPDATE, (_row(name),))
-            self.effects.complete_within(connection, action, lease, "1")
+            self.effects.complete_and_commit(connection, action, lease, "1")
 
     def two_updates(self, name: str) -> None:
         for half in (name, name[::-1]):

@@ -92,7 +92,7 @@ def run_in_transaction(attempt: Attempt) -> Any:
                 text, value = dump_result(call.action.key, value, gate.settings.result_bytes_max)
                 holding.enter_context(signals.held())
                 completing = True
-                gate.effects.complete_within(connection, call.action, lease, text)
+                gate.effects.complete_and_commit(connection, call.action, lease, text)
             return value
         except BaseException as error:
             holding.enter_context(signals.held())

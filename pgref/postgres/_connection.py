@@ -24,12 +24,13 @@ __all__ = ["Database", "engine_of"]
 SETTLE_SECONDS = 10.0
 CONNECT_SECONDS = 5
 PATIENT_SECONDS = 600.0
+LOOK_UP_SECONDS = 0.1
 RECONNECT_PAUSE_SECONDS = 0.1
 PREPARE_THRESHOLD_OF_PSYCOPG = 5
+_CURSOR = "pgref_cursor"
 _LENT = "pgref_lent"
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
+L = TypeVar("L", bound="_Loan")
 
 _databases: weakref.WeakSet[Database] = weakref.WeakSet()
 
@@ -39,7 +40,7 @@ def engine_of(source: sa.Engine | sa.URL | str) -> sa.Engine:
     if isinstance(source, sa.Engine):
         if source.dialect.driver != "psycopg":
             raise InvalidArgument(f"engine must use the psycopg driver, not {source.dialect.driver}")
-        return _safe_behind_poolers(source)
+        return _listening(source)
     if not isinstance(source, str | sa.URL):
         raise InvalidArgument(f"source must be an engine, a URL or a str, not {type(source).__name__}")
     try:
@@ -61,7 +62,7 @@ def engine_of(source: sa.Engine | sa.URL | str) -> sa.Engine:
         }
         | _connect_options(url),
     )
-    return _safe_behind_poolers(engine)
+    return _listening(engine)
 
 
 def _connect_options(url: sa.URL) -> dict[str, object]:
@@ -77,8 +78,10 @@ def _connect_options(url: sa.URL) -> dict[str, object]:
     return options
 
 
-def _safe_behind_poolers(engine: sa.Engine) -> sa.Engine:
-    sa.event.listen(engine, "connect", _prepare_nothing_behind_a_pooler)  # the same listener again is one listener
+def _listening(engine: sa.Engine) -> sa.Engine:
+    # The same listener again is one listener.
+    sa.event.listen(engine, "connect", _prepare_nothing_behind_a_pooler)
+    sa.event.listen(engine, "do_execute", _begin_with_the_first_statement)
     return engine
 
 
@@ -103,11 +106,35 @@ def _prepare_nothing_behind_a_pooler(connection: Any, _record: object) -> None:
         connection.prepare_threshold = None
 
 
-class _Loan(Protocol[T_co]):
-    """Something borrowed from the pool."""
+def _begin_with_the_first_statement(cursor: Any, statement: str, parameters: Any, context: Any) -> bool:
+    """Send BEGIN and the first statement of a transaction that `Database.transaction` lent in one round trip.
 
-    @property
-    def connection(self) -> T_co: ...
+    Not those without parameters: they may be several in one text, which a pipeline does not take.
+    """
+    if not parameters or type(cursor) is not psycopg.Cursor or not _is_idle(cursor.connection):
+        return False
+    if not context.root_connection.get_execution_options().get(_LENT):
+        return False
+    with _pipeline(cursor.connection):
+        cursor.execute(statement, parameters)
+    return True
+
+
+@contextmanager
+def _pipeline(connection: Any) -> Iterator[None]:
+    """Send what the block executes together. Leaving a pipeline that was interrupted fails: that hides nothing here."""
+    try:
+        with connection.pipeline():
+            yield
+    except psycopg.OperationalError as error:
+        interruption = error.__context__
+        if interruption is None or isinstance(interruption, psycopg.Error):
+            raise
+        raise interruption from error
+
+
+class _Loan(Protocol):
+    """Something borrowed from the pool."""
 
     def give_back(self) -> None:
         """Return it to the pool if it is idle, out of the pool if not: nobody knows what it is in the middle of."""
@@ -159,14 +186,15 @@ class Database:
         return now + PATIENT_SECONDS if patient else min(deadline, now + self.settle_seconds / 2)
 
     def _once(self, statement: str, parameters: Sequence[object], answer_by: float) -> list[tuple[Any, ...]]:
-        with self.raw() as connection, connection.cursor(binary=True) as cursor:
+        with _lent(_RawLoan, self.engine) as loan:
+            connection, cursor = loan.connection, loan.cursor
             _limit(connection, answer_by)
             if self._reads_committed is None:
                 isolation = cursor.execute("SHOW default_transaction_isolation").fetchone()
                 self._reads_committed = isolation == ("read committed",)
             if self._reads_committed:
                 return cursor.execute(statement, parameters).fetchall()
-            with connection.pipeline():
+            with _pipeline(connection):
                 connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
                 cursor.execute(statement, parameters)
                 connection.execute("COMMIT")
@@ -175,7 +203,8 @@ class Database:
     @contextmanager
     def raw(self) -> Iterator[psycopg.Connection[Any]]:
         """Lend a psycopg connection in autocommit mode. One that an error left in doubt leaves the pool."""
-        yield from _lent(lambda: _RawLoan(self.engine))
+        with _lent(_RawLoan, self.engine) as loan:
+            yield loan.connection
 
     @contextmanager
     def transaction(self) -> Iterator[sa.Connection]:
@@ -185,21 +214,21 @@ class Database:
         completion fail. Signals wait while it commits. Raises `Unavailable` when there is no connection,
         `OutcomeUnknown` when the commit was not answered, and what the block raises.
         """
-        with self._connected() as connection:
-            driver = connection.connection.driver_connection
+        with _lent(_SessionLoan, self.engine) as loan:
+            connection, driver = loan.connection, loan.driver
             committing = False
-            with connection.begin() as transaction:
-                try:
-                    yield connection
-                    with held():
-                        _limit(driver, self._answer_by())
-                        committing = True
-                        transaction.commit()
-                except BaseException as error:
-                    self._roll_back(connection, driver)
-                    if committing and isinstance(error, sa.exc.DBAPIError) and classify(error) is Failure.AMBIGUOUS:
-                        raise OutcomeUnknown(f"the commit was not answered: {first_line(error)}") from error
-                    raise
+            transaction = connection.begin()
+            try:
+                yield connection
+                with held():
+                    _limit(driver, self._answer_by())
+                    committing = True
+                    transaction.commit()
+            except BaseException as error:
+                self._roll_back(connection, driver)
+                if committing and isinstance(error, sa.exc.DBAPIError) and classify(error) is Failure.AMBIGUOUS:
+                    raise OutcomeUnknown(f"the commit was not answered: {first_line(error)}") from error
+                raise
 
     def _roll_back(self, connection: sa.Connection, driver: Any) -> None:
         """Roll back without a word: the error that led here is the one to tell."""
@@ -210,9 +239,23 @@ class Database:
             if not _is_idle(driver) and not connection.closed:
                 connection.invalidate()
 
-    @contextmanager
-    def _connected(self) -> Iterator[sa.Connection]:
-        yield from _lent(lambda: _SessionLoan(self.engine))
+    def commit(self, connection: sa.Connection, statement: str, parameters: Sequence[object]) -> None:
+        """Run a last statement and COMMIT in one round trip, on a connection lent by `transaction`.
+
+        Signals wait meanwhile. Raises `OutcomeUnknown` when that was not answered, and else the driver's errors:
+        then nothing is committed.
+        """
+        driver: Any = connection.connection.driver_connection
+        with held():
+            _limit(driver, self._answer_by())
+            try:
+                with _pipeline(driver):
+                    driver.execute(statement, parameters)
+                    driver.execute("COMMIT")
+            except psycopg.Error as error:
+                if classify(error) is Failure.AMBIGUOUS:
+                    raise OutcomeUnknown(f"the commit was not answered: {first_line(error)}") from error
+                raise
 
     def hurry(self, connection: sa.Connection) -> None:
         """Limit the time that a connection lent by `transaction` waits for each of its remaining answers."""
@@ -231,6 +274,15 @@ class _RawLoan:
             connection.autocommit = True
         self.connection: psycopg.Connection[Any] = connection
 
+    @property
+    def cursor(self) -> psycopg.Cursor[Any]:
+        """A cursor that stays with the connection: making one costs half as much as a call with it."""
+        kept = self._fairy.info
+        cursor: psycopg.Cursor[Any] | None = kept.get(_CURSOR)
+        if cursor is None:
+            cursor = kept[_CURSOR] = self.connection.cursor(binary=True)
+        return cursor
+
     def give_back(self) -> None:
         _unlimit(self.connection)
         if not _is_idle(self.connection):
@@ -246,30 +298,44 @@ class _SessionLoan:
     def __init__(self, engine: sa.Engine) -> None:
         with _connecting(engine):
             connection = engine.connect()
-        self.connection = connection.execution_options(isolation_level="READ COMMITTED", **{_LENT: True})
-        self._driver = connection.connection.driver_connection
+        self.connection = connection.execution_options(**{_LENT: True})
+        driver: Any = connection.connection.driver_connection
+        self.driver = driver
+        self._before = driver.autocommit, driver.isolation_level
+        self._set(autocommit=False, isolation_level=psycopg.IsolationLevel.READ_COMMITTED)
 
     def give_back(self) -> None:
-        _unlimit(self._driver)
-        if not self.connection.closed and not self.connection.invalidated and not _is_idle(self._driver):
-            self.connection.invalidate()
+        _unlimit(self.driver)
+        if not self.connection.closed and not self.connection.invalidated:
+            if _is_idle(self.driver):
+                autocommit, isolation_level = self._before
+                self._set(autocommit=autocommit, isolation_level=isolation_level)
+            else:
+                self.connection.invalidate()
         self.connection.close()
 
+    def _set(self, *, autocommit: bool, isolation_level: psycopg.IsolationLevel | None) -> None:
+        if self.driver.autocommit != autocommit:
+            self.driver.autocommit = autocommit
+        if self.driver.isolation_level != isolation_level:
+            self.driver.isolation_level = isolation_level
 
-def _lent(borrow: Callable[[], _Loan[T]]) -> Generator[T, None, None]:
+
+@contextmanager
+def _lent(borrow: Callable[[sa.Engine], L], engine: sa.Engine) -> Iterator[L]:
     """Lend what is borrowed and give it back, also when a signal handler raises, wherever it does so.
 
     Every instruction that could be interrupted stands in a block whose `finally` gives the loan back.
     """
-    loan: _Loan[T] | None = None
+    loan: L | None = None
     mask = None
     try:
         mask = hold()
         try:
-            loan = borrow()
+            loan = borrow(engine)
         finally:
             let_through(mask)
-        yield loan.connection
+        yield loan
     finally:
         mask = None
         try:
@@ -310,31 +376,18 @@ def _limit(connection: Any, answer_by: float = math.inf, *, each_seconds: float 
     """From now on take the connection as lost when an answer has not come by ``answer_by`` or after ``each_seconds``.
 
     A server that went without a word, or a pooler that holds on to a dead one, never closes it. All waiting of a
-    psycopg connection goes through its `wait`, which looks up ten times a second.
+    psycopg connection goes through its `wait`, whose timeout is an error without SQLSTATE.
     """
     wait: Callable[..., Any] = type(connection).wait
 
-    def limited(answer: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
-        by = min(answer_by, time.monotonic() + each_seconds)
-        return wait(connection, _until(by, answer), *args, **kwargs)
+    def limited(answer: Generator[Any, Any, Any], interval: float = LOOK_UP_SECONDS, timeout: float = math.inf) -> Any:
+        return wait(connection, answer, interval, min(timeout, each_seconds, answer_by - time.monotonic()))
 
     connection.wait = limited
 
 
 def _unlimit(connection: Any) -> None:
     vars(connection).pop("wait", None)
-
-
-def _until(answer_by: float, answer: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    try:
-        wanted = next(answer)
-        while True:
-            ready = yield wanted
-            if not ready and time.monotonic() > answer_by:
-                raise psycopg.OperationalError("the server did not answer in time")
-            wanted = answer.send(ready)
-    except StopIteration as stop:
-        return stop.value
 
 
 def _given_up(error: Exception, *, lost: bool) -> PgrefError:

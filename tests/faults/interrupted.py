@@ -78,7 +78,7 @@ class Life:
         yield self.resolve_uncertain, State.DONE
 
     def within(self) -> Iterator[tuple[Callable[[], object], State]]:
-        yield self.complete_within, State.DONE
+        yield self.database_effect, State.DONE
 
     def acquire(self) -> None:
         outcome = self.effects.acquire(self.action, TTL, holder=self.holder)
@@ -114,12 +114,14 @@ class Life:
     def complete(self) -> None:
         assert self.effects.complete(self.action, self.granted(), "r") == "r"
 
-    def complete_within(self) -> None:
+    def database_effect(self) -> None:
+        ways = self.effects.complete_within, self.effects.complete_and_commit
+        complete = ways[int(self.action.key, 16) % 2]
         try:
             with self.stores.database.transaction() as connection:
                 statement = f'INSERT INTO "{self.stores.schema}".fault_data VALUES (%s)'
                 connection.exec_driver_sql(statement, (self.action.key,))
-                self.effects.complete_within(connection, self.action, self.granted(), "r")
+                complete(connection, self.action, self.granted(), "r")
         except LeaseLost:
             assert self.record().state is State.DONE
 

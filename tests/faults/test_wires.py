@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -78,19 +79,20 @@ def _write_fenced(stores: Stores, _: object) -> None:
     stores.sinks.write_fenced("s", 7, lambda connection: _insert(stores, connection))
 
 
-def _database_effect(stores: Stores, lease: Lease) -> str:
+def _database_effect(stores: Stores, lease: Lease, *, at_once: bool = False) -> str:
     """Complete in the transaction of the effect; a commit without an answer is settled under the row lock."""
     try:
-        _commit_effect(stores, lease)
+        _commit_effect(stores, lease, at_once=at_once)
     except OutcomeUnknown:
         return _settled(stores, lease)
     return "done"
 
 
-def _commit_effect(stores: Stores, lease: Lease) -> None:
+def _commit_effect(stores: Stores, lease: Lease, *, at_once: bool = False) -> None:
     with stores.database.transaction() as connection:
         _insert(stores, connection)
-        stores.effects.complete_within(connection, A, lease, "r")
+        complete = stores.effects.complete_and_commit if at_once else stores.effects.complete_within
+        complete(connection, A, lease, "r")
 
 
 def _settled(stores: Stores, lease: Lease) -> str:
@@ -143,8 +145,9 @@ METHODS: dict[str, Method] = {
     "lookup": Method(Scene.granted, lambda stores, _: stores.effects.lookup("a")),
     "write_fenced": Method(lambda _: None, _write_fenced),
     "database effect": Method(Scene.granted, _database_effect),
+    "database effect, committed at once": Method(Scene.granted, partial(_database_effect, at_once=True)),
 }
-IN_A_TRANSACTION = {"write_fenced", "database effect"}
+IN_A_TRANSACTION = {"write_fenced", "database effect", "database effect, committed at once"}
 CALLS = [name for name in METHODS if name not in IN_A_TRANSACTION]
 Rows = list[tuple[Any, ...]]
 
@@ -379,7 +382,7 @@ def test_a_lost_call_is_not_called_unwritten(trial: Trial, held: tuple[Lease, ps
     stores = trial.opened(SETTLE_SECONDS)
     stores.effects.lookup("warm")
     trial.wire.arm(Cut(Direction.CLIENT, ABANDON_MESSAGES))
-    with pytest.raises(OutcomeUnknown, match="lock timeout"):
+    with pytest.raises(OutcomeUnknown, match="the answer was lost"):
         stores.effects.abandon(A, lease)
     assert not trial.wire.armed
     assert_clean(stores.engine)

@@ -43,8 +43,12 @@ class Cut:
         return f"{kind} {place}{', for good' if self.for_good else ''}"
 
 
+# Asks for what the server has to say so far. A pipeline sends as many as it comes to look for answers too early.
+_FLUSH = b"H\0\0\0\4"
+
+
 class Wire:
-    """The proxy. Messages are counted, and a cut is waited for, over all connections from `arm` on."""
+    """The proxy. Messages (but flushes) are counted, and a cut is waited for, over all connections from `arm` on."""
 
     def __init__(self, host: str, port: int) -> None:
         self._server = (host, port)
@@ -117,7 +121,7 @@ class Wire:
     def _pump(self, link: _Link, source: socket.socket, target: socket.socket, direction: Direction) -> None:
         with suppress(OSError):
             for message in _messages(source, startup=direction is Direction.CLIENT):
-                cut = self._reached(direction)
+                cut = None if message == _FLUSH else self._reached(direction)
                 if link.cut is None and (cut is None or not cut.before):
                     target.sendall(message)
                 link.cut = link.cut or cut

@@ -34,7 +34,7 @@ CREATE OR REPLACE FUNCTION effect_acquire(
 ) RETURNS effect_answer
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
-  v_row effect_action;
+  a effect_action;
   t timestamptz;
   v effect_answer;
   v_fence bigint;
@@ -44,35 +44,36 @@ DECLARE
   v_looked boolean := false;
 BEGIN
   LOOP
+    SELECT * INTO a FROM effect_action WHERE key = p_key;
     t := coalesce(p_now, clock_timestamp());
-    SELECT
-        CASE
-          WHEN a.fingerprint <> p_fingerprint THEN 'fingerprint_mismatch'
-          WHEN a.state = 3 THEN 'done'
-          WHEN a.state = 2 THEN 'uncertain'
-          WHEN a.state = 1 AND t >= a.expires_at THEN 'expired'
-          WHEN a.state = 1 AND a.holder = p_holder AND a.resource = p_resource THEN 'granted'
-          WHEN a.state = 1 THEN 'in_flight'
-        END,
-        a.fence,
-        CASE a.state WHEN 1 THEN a.expires_at ELSE a.uncertain_at END,
-        a.attempt,
-        CASE a.state WHEN 3 THEN a.result ELSE a.reason END,
-        CASE a.state WHEN 1 THEN extract(epoch FROM a.expires_at - t) END
-      INTO v FROM effect_action a WHERE a.key = p_key;
-    IF v.verdict = 'expired' THEN
-      SELECT * INTO v_row FROM effect_action WHERE key = p_key FOR UPDATE;
-      t := coalesce(p_now, clock_timestamp());
-      IF v_row.state = 1 AND t >= v_row.expires_at THEN
-        PERFORM effect_flip(p_key, t);
+    IF FOUND THEN
+      IF a.fingerprint <> p_fingerprint THEN
+        v.verdict := 'fingerprint_mismatch';
+        RETURN v;
+      ELSIF a.state = 3 THEN
+        v.verdict := 'done'; v.value := a.result;
+        RETURN v;
+      ELSIF a.state = 2 THEN
+        v.verdict := 'uncertain'; v.value := a.reason; v.at := a.uncertain_at;
+        RETURN v;
+      ELSIF a.state = 1 AND t >= a.expires_at THEN
+        SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+        t := coalesce(p_now, clock_timestamp());
+        IF a.state = 1 AND t >= a.expires_at THEN
+          PERFORM effect_flip(p_key, t);
+        END IF;
+        CONTINUE;
+      ELSIF a.state = 1 AND a.holder = p_holder AND a.resource = p_resource THEN
+        v.verdict := 'granted'; v.fence := a.fence; v.at := a.expires_at; v.attempt := a.attempt;
+        RETURN v;
+      ELSIF a.state = 1 THEN
+        v.verdict := 'in_flight'; v.seconds := extract(epoch FROM a.expires_at - t);
+        RETURN v;
       END IF;
-      CONTINUE;
-    ELSIF v.verdict IS NOT NULL THEN
-      RETURN v;
     END IF;
 
     -- A new key that is its own resource is nearly always the first on it: then the look at the resource is spared.
-    IF v_looked OR v.attempt IS NOT NULL OR p_resource <> p_key THEN
+    IF v_looked OR a.attempt IS NOT NULL OR p_resource <> p_key THEN
       SELECT r.fence, r.granted_fence, h.key, h.expires_at INTO v_fence, v_granted, v_rival, v_until
         FROM effect_resource r
         LEFT JOIN effect_action h ON h.key = r.action_key AND h.key <> p_key
@@ -86,7 +87,7 @@ BEGIN
     v_looked := true;
 
     -- Nothing speaks against a grant: lock, and look again if anything has moved since.
-    IF v_fence IS NULL AND v.attempt IS NULL THEN
+    IF v_fence IS NULL AND a.attempt IS NULL THEN
       INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
         SELECT p_resource, fence_floor + 1, fence_floor + 1, p_key FROM effect_store
         ON CONFLICT DO NOTHING RETURNING fence INTO v.fence;
@@ -110,15 +111,16 @@ BEGIN
       PERFORM FROM effect_resource
         WHERE resource = p_resource AND fence = v_fence AND granted_fence = v_granted FOR UPDATE;
       CONTINUE WHEN NOT FOUND;
-      IF v_rival IS NOT NULL OR v.attempt IS NOT NULL THEN
+      IF v_rival IS NOT NULL OR a.attempt IS NOT NULL THEN
         PERFORM FROM effect_action WHERE key IN (p_key, v_rival) ORDER BY key FOR UPDATE;
       END IF;
       t := coalesce(p_now, clock_timestamp());
+      v.attempt := a.attempt;
       IF v_rival IS NOT NULL THEN
-        SELECT * INTO v_row FROM effect_action WHERE key = v_rival;
-        IF v_row.state IN (1, 2) AND NOT v_row.released AND v_row.fence = v_granted AND v_row.resource = p_resource THEN
-          CONTINUE WHEN t < v_row.expires_at;
-          IF v_row.state = 1 THEN
+        SELECT * INTO a FROM effect_action WHERE key = v_rival;
+        IF a.state IN (1, 2) AND NOT a.released AND a.fence = v_granted AND a.resource = p_resource THEN
+          CONTINUE WHEN t < a.expires_at;
+          IF a.state = 1 THEN
             PERFORM effect_flip(v_rival, t);
           END IF;
         END IF;
@@ -183,8 +185,9 @@ BEGIN ATOMIC
 END;
 
 
--- Many at once: look first; lock the resources and then the actions of what may be granted, each in its own order;
--- judge again and write. The keys are distinct. The first asked of one resource gets it. 'again': ask for it alone.
+-- Many at once, the keys distinct. The first asked of one resource gets it. 'again': ask for it alone.
+-- A batch of new keys on new resources, each on its own, is written at once. Else: look first; lock the resources and then
+-- the actions of what may be granted, each in its own order; judge again and write.
 CREATE OR REPLACE FUNCTION effect_acquire_many(
   p_keys text[], p_resources text[], p_fingerprints text[], p_retry_safe boolean[], p_payloads text[],
   p_holders uuid[], p_ttl interval, p_now timestamptz DEFAULT NULL
@@ -193,106 +196,138 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout 
 #variable_conflict use_column
 DECLARE
   t timestamptz := coalesce(p_now, clock_timestamp());
+  v_new boolean;
   v_open bigint[];
   v_asked bigint[];
   v_answers effect_answer[];
+  v_unused text[];
   v_late timestamptz;
 BEGIN
-  SELECT array_agg(j.ordinal) INTO v_open FROM effect_judge_many(p_keys, p_resources, p_fingerprints, p_holders, t) j
-    WHERE j.verdict = 'expired' OR j.verdict IS NULL;
-  IF coalesce(cardinality(v_open), 0) < cardinality(p_keys) THEN
-    -- A later snapshot than that of the first look: what was refused there can be open here.
-    RETURN QUERY
-      SELECT j.ordinal, CASE WHEN j.verdict = 'expired' THEN 'again' ELSE coalesce(j.verdict, 'again') END,
-          j.fence, j.at, j.attempt, j.value, j.seconds
+  SELECT bool_and(a.key IS NULL AND r.resource IS NULL) AND count(DISTINCT u.resource) = cardinality(p_resources) INTO v_new
+    FROM unnest(p_keys, p_resources) u (key, resource)
+    LEFT JOIN effect_action a ON a.key = u.key
+    LEFT JOIN effect_resource r ON r.resource = u.resource;
+
+  IF v_new THEN
+    WITH asked AS MATERIALIZED (
+      SELECT * FROM unnest(p_keys, p_resources, p_fingerprints, p_retry_safe, p_payloads, p_holders) WITH ORDINALITY
+        u (key, resource, fingerprint, retry_safe, payload, holder, ordinal)
+    ), made AS (
+      INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
+        SELECT resource, fence_floor + 1, fence_floor + 1, key FROM asked, effect_store ORDER BY resource
+        ON CONFLICT DO NOTHING RETURNING fence, resource, action_key
+    ), granted AS (
+      INSERT INTO effect_action (
+          key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at)
+        SELECT u.key, u.resource, u.fingerprint, u.retry_safe, u.payload, 1, 1, m.fence, u.holder, t, t, t + p_ttl
+          FROM asked u JOIN made m ON m.action_key = u.key ORDER BY u.key
+        ON CONFLICT DO NOTHING RETURNING fence, key
+    )
+    SELECT array_agg(u.ordinal),
+        array_agg(ROW(CASE WHEN g.key IS NULL THEN 'again' ELSE 'granted' END, g.fence, t + p_ttl, 1, NULL, NULL)::effect_answer),
+        array_agg(m.resource) FILTER (WHERE g.key IS NULL AND m.resource IS NOT NULL)
+      INTO v_asked, v_answers, v_unused
+      FROM asked u LEFT JOIN made m ON m.action_key = u.key LEFT JOIN granted g ON g.key = u.key;
+    IF v_unused IS NOT NULL THEN
+      -- The same key was granted on another resource meanwhile: ours was made for nothing.
+      DELETE FROM effect_resource WHERE resource = ANY (v_unused);
+    END IF;
+  ELSE
+    SELECT array_agg(j.ordinal) INTO v_open FROM effect_judge_many(p_keys, p_resources, p_fingerprints, p_holders, t) j
+      WHERE j.verdict = 'expired' OR j.verdict IS NULL;
+    IF coalesce(cardinality(v_open), 0) < cardinality(p_keys) THEN
+      -- A later snapshot than that of the first look: what was refused there can be open here.
+      RETURN QUERY
+        SELECT j.ordinal, CASE WHEN j.verdict = 'expired' THEN 'again' ELSE coalesce(j.verdict, 'again') END,
+            j.fence, j.at, j.attempt, j.value, j.seconds
+          FROM effect_judge_many(p_keys, p_resources, p_fingerprints, p_holders, t) j
+          WHERE NOT EXISTS (SELECT FROM unnest(v_open) o WHERE o = j.ordinal);
+    END IF;
+    IF v_open IS NULL THEN
+      RETURN;
+    END IF;
+
+    INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
+      SELECT DISTINCT u.resource, s.fence_floor, 0, '' FROM unnest(p_resources) WITH ORDINALITY u (resource, ordinal)
+        JOIN unnest(v_open) o ON o = u.ordinal CROSS JOIN effect_store s
+        WHERE NOT EXISTS (SELECT FROM effect_resource r WHERE r.resource = u.resource) ORDER BY 1
+      ON CONFLICT DO NOTHING;
+    PERFORM FROM effect_resource WHERE resource IN (
+        SELECT u.resource FROM unnest(p_resources) WITH ORDINALITY u (resource, ordinal) JOIN unnest(v_open) o ON o = u.ordinal)
+      ORDER BY resource FOR UPDATE;
+    PERFORM FROM effect_action WHERE key IN (
+        SELECT u.key FROM unnest(p_keys) WITH ORDINALITY u (key, ordinal) JOIN unnest(v_open) o ON o = u.ordinal
+        UNION ALL
+        SELECT r.action_key FROM unnest(p_resources) WITH ORDINALITY u (resource, ordinal)
+          JOIN unnest(v_open) o ON o = u.ordinal JOIN effect_resource r ON r.resource = u.resource)
+      ORDER BY key FOR UPDATE;
+    t := coalesce(p_now, clock_timestamp());
+
+    WITH asked AS (
+      SELECT u.* FROM unnest(p_keys, p_resources) WITH ORDINALITY u (key, resource, ordinal) JOIN unnest(v_open) o ON o = u.ordinal
+    ), expired AS (
+      SELECT a.key FROM asked u JOIN effect_action a ON a.key = u.key WHERE a.state = 1 AND t >= a.expires_at
+      UNION
+      SELECT h.key FROM asked u JOIN effect_resource r ON r.resource = u.resource
+        JOIN effect_action h ON h.key = r.action_key
+        LEFT JOIN effect_action a ON a.key = u.key
+        WHERE h.state = 1 AND t >= h.expires_at AND effect_is_held(h, r) AND coalesce(a.state, 0) = 0
+    ), flipped AS (
+      UPDATE effect_action a SET state = 2, expired = true, reason = 'lease expired', uncertain_at = t
+        FROM expired e WHERE a.key = e.key AND a.state = 1 RETURNING a.key, a.fence
+    )
+    INSERT INTO effect_history (key, at, event, fence, "by", why)
+      SELECT key, t, 'expired', fence, 'store', 'lease expired' FROM flipped;
+
+    WITH judged AS (
+      SELECT u.*, j.verdict, j.fence, j.at, j.attempt, j.value, j.seconds,
+          row_number() OVER (PARTITION BY j.verdict IS NULL, u.resource ORDER BY u.ordinal) = 1 AS first
         FROM effect_judge_many(p_keys, p_resources, p_fingerprints, p_holders, t) j
-        WHERE NOT EXISTS (SELECT FROM unnest(v_open) o WHERE o = j.ordinal);
+        JOIN unnest(v_open) o ON o = j.ordinal
+        JOIN unnest(p_keys, p_resources, p_fingerprints, p_retry_safe, p_payloads, p_holders) WITH ORDINALITY
+          u (key, resource, fingerprint, retry_safe, payload, holder, ordinal) ON u.ordinal = o
+    ), chosen AS (
+      SELECT j.*, r.fence + 1 AS new_fence FROM judged j JOIN effect_resource r ON r.resource = j.resource
+        WHERE j.verdict IS NULL AND j.first
+    ), made AS (
+      INSERT INTO effect_action (
+          key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at)
+        SELECT key, resource, fingerprint, retry_safe, payload, 1, 1, new_fence, holder, t, t, t + p_ttl
+          FROM chosen WHERE attempt IS NULL ORDER BY key
+        ON CONFLICT DO NOTHING
+        RETURNING key
+    ), granted_again AS (
+      UPDATE effect_action a SET
+          resource = c.resource, fingerprint = c.fingerprint, retry_safe = c.retry_safe,
+          payload = c.payload, state = 1, attempt = a.attempt + 1, fence = c.new_fence, holder = c.holder,
+          granted_at = t, expires_at = t + p_ttl, released = false, expired = false, ruling = NULL, due_at = NULL
+        FROM chosen c WHERE a.key = c.key AND a.state = 0 AND a.attempt = c.attempt
+        RETURNING a.key
+    ), granted AS (
+      SELECT c.* FROM chosen c WHERE c.key IN (SELECT key FROM made UNION ALL SELECT key FROM granted_again)
+    ), taken AS (
+      UPDATE effect_resource r SET fence = g.new_fence, granted_fence = g.new_fence, action_key = g.key
+        FROM granted g WHERE r.resource = g.resource AND r.fence = g.new_fence - 1
+        RETURNING r.resource
+    )
+    SELECT array_agg(j.ordinal), array_agg(ROW(
+        CASE WHEN j.verdict IS NOT NULL THEN j.verdict WHEN g.key IS NOT NULL THEN 'granted'
+          WHEN j.resource IN (SELECT resource FROM granted) THEN 'contended' ELSE 'again' END,
+        coalesce(g.new_fence, j.fence),
+        CASE WHEN g.key IS NULL THEN j.at ELSE t + p_ttl END,
+        CASE WHEN g.key IS NULL THEN j.attempt ELSE coalesce(g.attempt, 0) + 1 END,
+        j.value,
+        CASE WHEN j.verdict IS NULL THEN extract(epoch FROM p_ttl)::double precision ELSE j.seconds END)::effect_answer)
+      INTO v_asked, v_answers
+      FROM judged j LEFT JOIN granted g ON g.ordinal = j.ordinal;
   END IF;
-  IF v_open IS NULL THEN
-    RETURN;
-  END IF;
-
-  INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
-    SELECT DISTINCT p_resources[o], s.fence_floor, 0, '' FROM unnest(v_open) o, effect_store s ORDER BY 1
-    ON CONFLICT DO NOTHING;
-  PERFORM FROM effect_resource WHERE resource IN (SELECT p_resources[o] FROM unnest(v_open) o)
-    ORDER BY resource FOR UPDATE;
-  PERFORM FROM effect_action WHERE key IN (
-      SELECT p_keys[o] FROM unnest(v_open) o
-      UNION ALL
-      SELECT r.action_key FROM unnest(v_open) o JOIN effect_resource r ON r.resource = p_resources[o])
-    ORDER BY key FOR UPDATE;
-  t := coalesce(p_now, clock_timestamp());
-
-  WITH expired AS (
-    SELECT a.key FROM unnest(v_open) o JOIN effect_action a ON a.key = p_keys[o]
-      WHERE a.state = 1 AND t >= a.expires_at
-    UNION
-    SELECT h.key FROM unnest(v_open) o JOIN effect_resource r ON r.resource = p_resources[o]
-      JOIN effect_action h ON h.key = r.action_key
-      LEFT JOIN effect_action a ON a.key = p_keys[o]
-      WHERE h.state = 1 AND t >= h.expires_at AND effect_is_held(h, r) AND coalesce(a.state, 0) = 0
-  ), flipped AS (
-    UPDATE effect_action a SET state = 2, expired = true, reason = 'lease expired', uncertain_at = t
-      FROM expired e WHERE a.key = e.key AND a.state = 1 RETURNING a.key, a.fence
-  )
-  INSERT INTO effect_history (key, at, event, fence, "by", why)
-    SELECT key, t, 'expired', fence, 'store', 'lease expired' FROM flipped;
-
-  WITH judged AS (
-    SELECT o.ordinal AS asked, j.*,
-        row_number() OVER (PARTITION BY j.verdict IS NULL, p_resources[o.ordinal] ORDER BY o.ordinal) = 1 AS first
-      FROM effect_judge_many(
-        ARRAY(SELECT p_keys[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
-        ARRAY(SELECT p_resources[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
-        ARRAY(SELECT p_fingerprints[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
-        ARRAY(SELECT p_holders[o] FROM unnest(v_open) WITH ORDINALITY x (o, n) ORDER BY n),
-        t) j
-      JOIN unnest(v_open) WITH ORDINALITY o (ordinal, n) ON o.n = j.ordinal
-  ), chosen AS (
-    SELECT j.asked, j.attempt AS known, r.fence + 1 AS new_fence FROM judged j
-      JOIN effect_resource r ON r.resource = p_resources[j.asked]
-      WHERE j.verdict IS NULL AND j.first
-  ), made AS (
-    INSERT INTO effect_action (
-        key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at)
-      SELECT p_keys[asked], p_resources[asked], p_fingerprints[asked], p_retry_safe[asked], p_payloads[asked],
-          1, 1, new_fence, p_holders[asked], t, t, t + p_ttl
-        FROM chosen WHERE known IS NULL ORDER BY p_keys[asked]
-      ON CONFLICT DO NOTHING
-      RETURNING key
-  ), granted_again AS (
-    UPDATE effect_action a SET
-        resource = p_resources[asked], fingerprint = p_fingerprints[asked], retry_safe = p_retry_safe[asked],
-        payload = p_payloads[asked], state = 1, attempt = a.attempt + 1, fence = new_fence, holder = p_holders[asked],
-        granted_at = t, expires_at = t + p_ttl, released = false, expired = false, ruling = NULL, due_at = NULL
-      FROM chosen c WHERE a.key = p_keys[c.asked] AND a.state = 0 AND a.attempt = c.known
-      RETURNING a.key
-  ), granted AS (
-    SELECT c.* FROM chosen c
-      WHERE p_keys[c.asked] IN (SELECT key FROM made UNION ALL SELECT key FROM granted_again)
-  ), taken AS (
-    UPDATE effect_resource r SET fence = g.new_fence, granted_fence = g.new_fence, action_key = p_keys[g.asked]
-      FROM granted g WHERE r.resource = p_resources[g.asked] AND r.fence = g.new_fence - 1
-      RETURNING r.resource
-  )
-  SELECT array_agg(j.asked), array_agg(ROW(
-      CASE WHEN j.verdict IS NOT NULL THEN j.verdict WHEN g.asked IS NOT NULL THEN 'granted'
-        WHEN p_resources[j.asked] IN (SELECT p_resources[asked] FROM granted) THEN 'contended' ELSE 'again' END,
-      coalesce(g.new_fence, j.fence),
-      CASE WHEN g.asked IS NULL THEN j.at ELSE t + p_ttl END,
-      CASE WHEN g.asked IS NULL THEN j.attempt ELSE coalesce(g.known, 0) + 1 END,
-      j.value,
-      CASE WHEN j.verdict IS NULL THEN extract(epoch FROM p_ttl)::double precision ELSE j.seconds END)::effect_answer)
-    INTO v_asked, v_answers
-    FROM judged j LEFT JOIN granted g ON g.asked = j.asked;
 
   -- An insert can wait for a rival that then rolls back: the leases run from after that. A large batch takes its time.
-  IF p_now IS NULL AND clock_timestamp() > t + interval '10 milliseconds' + cardinality(v_open) * interval '0.2 milliseconds' THEN
+  IF p_now IS NULL AND clock_timestamp() > t + interval '10 milliseconds' + cardinality(p_keys) * interval '0.2 milliseconds' THEN
     v_late := clock_timestamp();
     UPDATE effect_action a SET granted_at = v_late, expires_at = v_late + p_ttl
-      FROM unnest(v_open) o
-      WHERE a.key = p_keys[o] AND a.holder = p_holders[o] AND a.state = 1 AND a.granted_at = t;
+      FROM unnest(p_keys, p_holders) u (key, holder)
+      WHERE a.key = u.key AND a.holder = u.holder AND a.state = 1 AND a.granted_at = t;
   END IF;
   RETURN QUERY
     SELECT x.asked, x.verdict, x.fence,
