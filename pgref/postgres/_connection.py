@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -27,6 +28,7 @@ PATIENT_SECONDS = 600.0
 LOOK_UP_SECONDS = 0.1
 RECONNECT_PAUSE_SECONDS = 0.1
 PREPARE_THRESHOLD_OF_PSYCOPG = 5
+BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"
 _CURSOR = "pgref_cursor"
 _LENT = "pgref_lent"
 
@@ -115,20 +117,29 @@ def _begin_with_the_first_statement(cursor: Any, statement: str, parameters: Any
         return False
     if not context.root_connection.get_execution_options().get(_LENT):
         return False
-    with _pipeline(cursor.connection):
-        cursor.execute(statement, parameters)
+    _begin_with(cursor, statement, parameters)
     return True
+
+
+def _begin_with(cursor: Any, statement: str, parameters: Sequence[object]) -> None:
+    # In autocommit mode, or psycopg sends a BEGIN of its own and waits for the answer. What follows is in the
+    # transaction all the same.
+    cursor.connection.autocommit = True
+    with _pipeline(cursor.connection):
+        cursor.connection.execute(BEGIN)
+        cursor.execute(statement, parameters)
 
 
 @contextmanager
 def _pipeline(connection: Any) -> Iterator[None]:
-    """Send what the block executes together. Leaving a pipeline that was interrupted fails: that hides nothing here."""
+    """Send what the block executes together. What interrupts it is raised, not that leaving it then fails."""
+    handled = sys.exc_info()[1]
     try:
         with connection.pipeline():
             yield
     except psycopg.OperationalError as error:
         interruption = error.__context__
-        if interruption is None or isinstance(interruption, psycopg.Error):
+        if interruption is None or interruption is handled:
             raise
         raise interruption from error
 
@@ -195,7 +206,7 @@ class Database:
             if self._reads_committed:
                 return cursor.execute(statement, parameters).fetchall()
             with _pipeline(connection):
-                connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
+                connection.execute(BEGIN)
                 cursor.execute(statement, parameters)
                 connection.execute("COMMIT")
             return cursor.fetchall()
@@ -239,6 +250,24 @@ class Database:
             if not _is_idle(driver) and not connection.closed:
                 connection.invalidate()
 
+    def ask(self, connection: sa.Connection, statement: str, parameters: Sequence[object]) -> tuple[Any, ...]:
+        """Return the row of a statement in the caller's transaction, as whose first one it carries the BEGIN with it.
+
+        On a connection lent by `transaction`, this and each later answer is waited for as long as one try of `call`.
+        Raises the driver's errors.
+        """
+        driver: Any = connection.connection.driver_connection
+        lent = connection.get_execution_options().get(_LENT)
+        if lent:
+            _limit(driver, each_seconds=self.settle_seconds / 2)
+        with driver.cursor() as cursor:
+            if lent and _is_idle(driver):
+                _begin_with(cursor, statement, parameters)
+            else:
+                cursor.execute(statement, parameters)
+            row: tuple[Any, ...] = cursor.fetchone()
+            return row
+
     def commit(self, connection: sa.Connection, statement: str, parameters: Sequence[object]) -> None:
         """Run a last statement and COMMIT in one round trip, on a connection lent by `transaction`.
 
@@ -256,11 +285,6 @@ class Database:
                 if classify(error) is Failure.AMBIGUOUS:
                     raise OutcomeUnknown(f"the commit was not answered: {first_line(error)}") from error
                 raise
-
-    def hurry(self, connection: sa.Connection) -> None:
-        """Limit the time that a connection lent by `transaction` waits for each of its remaining answers."""
-        if connection.get_execution_options().get(_LENT):
-            _limit(connection.connection.driver_connection, each_seconds=self.settle_seconds / 2)
 
 
 class _RawLoan:

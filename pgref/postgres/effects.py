@@ -158,10 +158,8 @@ class PostgresEffectStore:
         is lost): the transaction must then be rolled back.
         """
         call = self._completion(action, lease, result)
-        self._database.hurry(connection)
-        cursor: Any = connection.connection.cursor()
-        with _completing(action, lease):
-            cursor.execute(*call)
+        with _in_transaction(action, lease):
+            self._database.ask(connection, *call)
 
     def complete_and_commit(
         self, connection: sa.Connection, action: Action, lease: Lease, result: str | None = None
@@ -171,12 +169,53 @@ class PostgresEffectStore:
         Raises what that raises, and `OutcomeUnknown` when the commit was not answered.
         """
         call = self._completion(action, lease, result)
-        with _completing(action, lease):
+        with _in_transaction(action, lease):
             self._database.commit(connection, *call)
 
     def _completion(self, action: Action, lease: Lease, result: str | None) -> tuple[str, tuple[object, ...]]:
         arguments = (*_credentials(action, lease), valid_result(result), self._clock.now())
         return self._statement("complete_here", len(arguments)), arguments
+
+    def acquire_within(self, connection: sa.Connection, action: Action) -> Outcome:
+        """Judge as `acquire` does, in the transaction that carries the effect: the start of the single-commit form.
+
+        What is granted is written by `complete_acquired`, in the same transaction, or not at all: there is no intent
+        that could expire, the lease is good for nothing else, and only the grants that were completed count as
+        attempts. Another call like this is told "in flight" or "contended" at once, for as long as the transaction
+        lasts. `acquire` knows nothing of it: whoever is granted the key or the resource that way first wins, and
+        `complete_acquired` is refused. End the transaction with a commit also when nothing was granted (G3).
+        Raises `FingerprintMismatch`, or `Unavailable`.
+        """
+        valid_action(action)
+        holder = valid_holder(None)
+        arguments = (action.key, action.resource, action.fingerprint, self._clock.now())
+        with _in_transaction(action):
+            row = self._database.ask(connection, self._statement("acquire_here", len(arguments)), arguments)
+        return _outcome(_Answer(*row), action, holder)
+
+    def complete_acquired(
+        self, connection: sa.Connection, action: Action, lease: Lease, result: str | None = None
+    ) -> None:
+        """Grant, complete and commit in one round trip what `acquire_within` has granted in this transaction.
+
+        Raises `FenceStale` or `LeaseLost` when the resource or the key was granted to another meanwhile,
+        `FingerprintMismatch`, `Unavailable`: the transaction must then be rolled back; and `OutcomeUnknown` when the
+        commit was not answered.
+        """
+        valid_credentials(action, lease)
+        arguments = (
+            action.key,
+            action.resource,
+            action.fingerprint,
+            lease.fence,
+            lease.holder,
+            action.retry_safety is RetrySafety.SAFE,
+            action.payload,
+            valid_result(result),
+            self._clock.now(),
+        )
+        with _in_transaction(action, lease):
+            self._database.commit(connection, self._statement("complete_acquired_here", len(arguments)), arguments)
 
     def renew(self, action: Action, lease: Lease, ttl_seconds: float) -> Lease:
         answer = self._ask("renew", *_credentials(action, lease), _interval(ttl_seconds), self._clock.now())
@@ -301,7 +340,7 @@ def _credentials(action: Action, lease: Lease) -> tuple[object, ...]:
 
 
 @contextmanager
-def _completing(action: Action, lease: Lease) -> Iterator[None]:
+def _in_transaction(action: Action, lease: Lease | None = None) -> Iterator[None]:
     try:
         yield
     except psycopg.Error as error:
@@ -309,7 +348,7 @@ def _completing(action: Action, lease: Lease) -> Iterator[None]:
             ours = rolled_back(error)
             raise ours from cause_of(ours, error)
         verdict = error.diag.message_detail or "lease_lost"
-        raise refusal(verdict, action.key, fence=lease.fence) from None
+        raise refusal(verdict, action.key, fence=lease and lease.fence) from None
 
 
 def _columns(leases: Sequence[tuple[Action, Lease]]) -> dict[str, list[Any]]:

@@ -17,7 +17,18 @@ from uuid import uuid4
 
 import sqlalchemy as sa
 
-from pgref.contracts.effects import Action, EffectRecord, Granted, Lease, ReconcileClaim, Resolution, State
+from pgref.contracts.effects import (
+    Action,
+    Done,
+    EffectRecord,
+    Granted,
+    InFlight,
+    Lease,
+    Outcome,
+    ReconcileClaim,
+    Resolution,
+    State,
+)
 from pgref.errors import LeaseLost
 from pgref.postgres import Stores
 from tests.faults.state import assert_clean
@@ -25,7 +36,7 @@ from tests.faults.state import assert_clean
 __all__: list[str] = []
 
 TTL = 3600.0
-PATHS = ("done", "many", "withdrawn", "ruled", "within")
+PATHS = ("done", "many", "withdrawn", "ruled", "within", "single")
 APPLIED = Resolution(applied=True, result="ruled")
 
 
@@ -54,6 +65,9 @@ class Life:
 
     def steps(self) -> Iterator[tuple[Callable[[], object], State]]:
         """Yield each step with the state after it."""
+        if self.path == "single":
+            yield self.single_commit, State.DONE
+            return
         yield self.acquire, State.IN_FLIGHT
         yield self.renew, State.IN_FLIGHT
         yield self.renew_many, State.IN_FLIGHT
@@ -119,11 +133,25 @@ class Life:
         complete = ways[int(self.action.key, 16) % 2]
         try:
             with self.stores.database.transaction() as connection:
-                statement = f'INSERT INTO "{self.stores.schema}".fault_data VALUES (%s)'
-                connection.exec_driver_sql(statement, (self.action.key,))
+                self.write(connection)
                 complete(connection, self.action, self.granted(), "r")
         except LeaseLost:
             assert self.record().state is State.DONE
+
+    def single_commit(self) -> None:
+        outcome: Outcome = InFlight(0)
+        while isinstance(outcome, InFlight):  # the server has yet to notice that an interrupted one is gone
+            with self.stores.database.transaction() as connection:
+                outcome = self.effects.acquire_within(connection, self.action)
+                if isinstance(outcome, Granted):
+                    self.write(connection)
+                    self.effects.complete_acquired(connection, self.action, outcome.lease, "r")
+        assert isinstance(outcome, Granted | Done)
+
+    def write(self, connection: sa.Connection) -> None:
+        """Write the row of the database effect."""
+        statement = f'INSERT INTO "{self.stores.schema}".fault_data VALUES (%s)'
+        connection.exec_driver_sql(statement, (self.action.key,))
 
     def abandon(self) -> None:
         self.effects.abandon(self.action, self.granted())
@@ -203,7 +231,7 @@ class Process:
         assert life.state() in {before, after}
         step()
         assert life.state() is after
-        assert life.written() == (life.path == "within" and after is State.DONE)
+        assert life.written() == (life.path in {"within", "single"} and after is State.DONE)
         assert_clean(self.stores.engine)
 
 

@@ -459,6 +459,142 @@ BEGIN
 END $$;
 
 
+-- The single-commit form: judge at the start of the transaction that carries the effect, grant and complete at its end.
+-- Between them no row is locked or written. The advisory locks tell a second one at once; whoever takes the ordinary
+-- way meanwhile wins. A fence handed out here counts only once it is committed.
+CREATE OR REPLACE FUNCTION effect_acquire_here(
+  p_key text, p_resource text, p_fingerprint text, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
+DECLARE
+  a effect_action;
+  r effect_resource;
+  h effect_action;
+  t timestamptz;
+  v effect_answer;
+  v_locked boolean := false;
+BEGIN
+  LOOP
+    SELECT * INTO a FROM effect_action WHERE key = p_key;
+    t := coalesce(p_now, clock_timestamp());
+    IF a.fingerprint <> p_fingerprint THEN
+      v.verdict := 'fingerprint_mismatch';
+      RETURN v;
+    ELSIF a.state = 3 THEN
+      v.verdict := 'done'; v.value := a.result;
+      RETURN v;
+    ELSIF a.state = 2 THEN
+      v.verdict := 'uncertain'; v.value := a.reason; v.at := a.uncertain_at;
+      RETURN v;
+    ELSIF a.state = 1 AND t < a.expires_at THEN
+      v.verdict := 'in_flight'; v.seconds := extract(epoch FROM a.expires_at - t);
+      RETURN v;
+    ELSIF a.state = 1 THEN
+      SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+      t := coalesce(p_now, clock_timestamp());
+      IF a.state = 1 AND t >= a.expires_at THEN
+        PERFORM effect_flip(p_key, t);
+      END IF;
+      CONTINUE;
+    END IF;
+    EXIT WHEN v_locked;
+    v.seconds := 1;
+    IF NOT pg_try_advisory_xact_lock(hashtextextended(p_key, 'effect_action'::regclass::bigint)) THEN
+      v.verdict := 'in_flight';
+      RETURN v;
+    ELSIF NOT pg_try_advisory_xact_lock(hashtextextended(p_resource, 'effect_resource'::regclass::bigint)) THEN
+      v.verdict := 'contended';
+      RETURN v;
+    END IF;
+    v_locked := true;
+  END LOOP;
+
+  SELECT * INTO r FROM effect_resource WHERE resource = p_resource;
+  IF r.action_key <> p_key THEN
+    SELECT * INTO h FROM effect_action WHERE key = r.action_key;
+    IF effect_is_held(h, r) AND t < h.expires_at THEN
+      v.verdict := 'contended'; v.seconds := extract(epoch FROM h.expires_at - t);
+      RETURN v;
+    END IF;
+  END IF;
+  IF r.fence IS NULL THEN
+    SELECT fence_floor INTO r.fence FROM effect_store;  -- raise_fences waits for those who have read it
+  END IF;
+  v.verdict := 'granted'; v.at := t; v.attempt := coalesce(a.attempt, 0) + 1; v.fence := r.fence + 1;
+  RETURN v;
+END $$;
+
+
+-- Raises like effect_complete_here when anything was granted meanwhile.
+CREATE OR REPLACE FUNCTION effect_complete_acquired_here(
+  p_key text, p_resource text, p_fingerprint text, p_fence bigint, p_holder uuid,
+  p_retry_safe boolean, p_payload text, p_result text, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
+DECLARE
+  a effect_action;
+  r effect_resource;
+  h effect_action;
+  t timestamptz;
+  v effect_answer;
+BEGIN
+  v.verdict := 'completed';
+  SELECT * INTO r FROM effect_resource WHERE resource = p_resource FOR UPDATE;
+  IF FOUND THEN
+    PERFORM FROM effect_action WHERE key IN (p_key, r.action_key) ORDER BY key FOR UPDATE;
+    SELECT * INTO h FROM effect_action WHERE key = r.action_key AND key <> p_key;
+  END IF;
+  IF r.fence IS NULL THEN
+    SELECT fence_floor INTO r.fence FROM effect_store;
+  END IF;
+  SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+  t := coalesce(p_now, clock_timestamp());
+  IF a.fingerprint <> p_fingerprint THEN
+    v.verdict := 'fingerprint_mismatch';
+  ELSIF a.state <> 0 OR effect_is_held(h, r) AND t < h.expires_at THEN
+    v.verdict := 'lease_lost';
+  ELSIF p_fence <> r.fence + 1 THEN
+    v.verdict := 'fence_stale';
+  ELSE
+    IF effect_is_held(h, r) AND h.state = 1 THEN
+      PERFORM effect_flip(h.key, t);
+    END IF;
+    IF r.resource IS NULL THEN
+      INSERT INTO effect_resource (resource, fence, granted_fence, action_key)
+        VALUES (p_resource, p_fence, p_fence, p_key) ON CONFLICT DO NOTHING;
+    ELSE
+      UPDATE effect_resource SET fence = p_fence, granted_fence = p_fence, action_key = p_key
+        WHERE resource = p_resource AND fence = p_fence - 1;
+    END IF;
+    IF NOT FOUND THEN
+      v.verdict := 'fence_stale';
+    ELSE
+      IF a.key IS NULL THEN
+        INSERT INTO effect_action (
+            key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at,
+            completed_at, result)
+          VALUES (p_key, p_resource, p_fingerprint, p_retry_safe, p_payload, 3, 1, p_fence, p_holder, t, t, t, t, p_result)
+          ON CONFLICT DO NOTHING;
+      ELSE
+        UPDATE effect_action SET
+            resource = p_resource, fingerprint = p_fingerprint, retry_safe = p_retry_safe, payload = p_payload,
+            state = 3, attempt = attempt + 1, fence = p_fence, holder = p_holder, granted_at = t, expires_at = t,
+            completed_at = t, result = p_result, released = false, expired = false, ruling = NULL, due_at = NULL
+          WHERE key = p_key AND state = 0;
+      END IF;
+      IF NOT FOUND THEN
+        v.verdict := 'lease_lost';
+      END IF;
+    END IF;
+  END IF;
+  IF v.verdict <> 'completed' THEN
+    RAISE EXCEPTION USING MESSAGE = 'completion refused: ' || p_key, DETAIL = v.verdict, ERRCODE = 'PGR01';
+  END IF;
+  v.value := p_result;
+  RETURN v;
+END $$;
+
+
 CREATE OR REPLACE FUNCTION effect_renew(
   p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
   p_ttl interval, p_now timestamptz DEFAULT NULL
