@@ -7,9 +7,12 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
+import psycopg
+import sqlalchemy as sa
 from celery import Task, shared_task
 from celery.exceptions import Reject
 from celery.local import Proxy
+from sqlalchemy.orm import Session
 
 from celery_integration.definition import Definition, Name, Policy, Sink, Verdict, without_effect
 from celery_integration.effect import Effect
@@ -54,7 +57,7 @@ class FencedFunction(Proxy, Generic[P, R_co]):  # type: ignore[type-arg]  # no s
     def probe(self, function: Callable[Concatenate[Effect, P], Verdict]) -> Callable[Concatenate[Effect, P], Verdict]:
         """Register what is asked before an uncertain effect is ever run again. Takes the task's own arguments."""
         definition: Definition = object.__getattribute__(self, "definition")
-        if definition.policy.sink == "database":
+        if definition.policy.in_transaction:
             raise ConfigurationError("a database effect needs no probe: not done means not applied")
         if without_effect(function).parameters.keys() != definition.signature.parameters.keys():
             raise ConfigurationError(
@@ -62,6 +65,19 @@ class FencedFunction(Proxy, Generic[P, R_co]):  # type: ignore[type-arg]  # no s
             )
         definition.probe = function
         return function
+
+    def accept(
+        self, session: Session | sa.Connection | psycopg.Connection[Any], *args: P.args, **kwargs: P.kwargs
+    ) -> str:
+        """Want the effect as of the commit of your own transaction; a rollback leaves nothing. Return the task id.
+
+        The intent to run is a row in the gate's schema, so the transaction must be on the gate's database;
+        ``fenced.sweep`` sends the message once it is committed, and again until a worker has taken it up. A key that is
+        known already is not wanted twice. Raises `FingerprintMismatch`, or `InvalidArgument` if no key can be made or
+        the arguments are not JSON.
+        """
+        task: FencedTask = self._get_current_object()
+        return task.accept(session, args, kwargs)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         result: R_co = self._get_current_object()(*args, **kwargs)
@@ -85,6 +101,8 @@ def fenced_task(
     retry_safety: Literal["safe", "unsafe"] | RetrySafety | None = ...,
     lease_seconds: float | None = ...,
     not_applied: tuple[type[BaseException], ...] = ...,
+    single_commit: bool = ...,
+    max_attempts: int | None = ...,
     **task_options: Any,
 ) -> Callable[[Callable[Concatenate[Effect, P], R]], FencedFunction[P, R]]: ...
 def fenced_task(
@@ -98,6 +116,8 @@ def fenced_task(
     retry_safety: Literal["safe", "unsafe"] | RetrySafety | None = None,
     lease_seconds: float | None = None,
     not_applied: tuple[type[BaseException], ...] = (),
+    single_commit: bool = False,
+    max_attempts: int | None = None,
     **task_options: Any,
 ) -> Any:
     """Make a Celery task that takes effect once. Works as ``shared_task``, bare or with options.
@@ -108,10 +128,14 @@ def fenced_task(
     by ``scope``. Without a key the task id is the key: that covers redelivery and retry of one message, nothing more.
     ``resource`` names what two effects must not write at once; by default each key is its own.
     ``sink="database"``: the body's transaction commits with the completion. ``sink="external"``: no transaction is open
-    during the body, completion follows it.
+    during the body, completion follows it. A `FencedSink` of yours, such as ``RedisSink(client)``: what the body writes
+    through ``effect.sink`` is written at its end, if no newer fence was seen; completion follows it.
     ``retry_safety="safe"``: the provider of an external effect de-duplicates by ``effect.idempotency_key``, so running
     it again is harmless. ``lease_seconds``: how long an attempt may stay silent; it is renewed while the body runs.
     ``not_applied``: exceptions of an external body that prove that nothing happened.
+    ``single_commit``: judge, body and completion of a short database effect are one commit. There is no lease to renew
+    and no intent to expire; a copy that arrives meanwhile is told at once, and comes back.
+    ``max_attempts``: a key that was granted so often waits for a person (``fenced_max_attempts`` if not given).
     All other options are Celery's own.
 
     Raises `InvalidArgument` or `ConfigurationError` where the decorator stands.
@@ -126,6 +150,8 @@ def fenced_task(
         retry_safety=_safety(retry_safety),
         lease_seconds=lease_seconds,
         not_applied=tuple(not_applied),
+        single_commit=single_commit,
+        max_attempts=max_attempts,
     )
     return functools.partial(_task, policy=policy, options=task_options)
 

@@ -5,24 +5,37 @@ from __future__ import annotations
 import inspect
 import string
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from uuid import UUID
+
+import psycopg
 
 from celery_integration.effect import Applied, Effect, NotApplied, Unknown
 from celery_integration.errors import ConfigurationError
 from pgref.contracts.effects import Action, RetrySafety
+from pgref.contracts.sinks import FencedSink
 from pgref.errors import InvalidArgument
-from pgref.keys import fingerprint, valid_key, valid_ttl
+from pgref.keys import fingerprint, valid_key, valid_limit, valid_ttl
 
 if TYPE_CHECKING:
     from celery import Task
 
-__all__ = ["Call", "Definition", "Name", "Policy", "Sink", "Verdict", "without_effect"]
+__all__ = ["Call", "Definition", "Name", "Policy", "Sink", "TransactionSink", "Verdict", "without_effect"]
 
-Sink = Literal["database", "external"]
 Name = str | Callable[..., str]
 Verdict = Applied | NotApplied | Unknown
+
+
+class TransactionSink(Protocol):
+    """A transaction of another library's on the gate's database, which carries body and completion."""
+
+    def open(self) -> AbstractContextManager[psycopg.Connection[Any]]:
+        """Begin, and commit at the end of the block; roll back if it raises. READ COMMITTED."""
+
+
+Sink = Literal["database", "external"] | FencedSink[Any] | TransactionSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,25 +49,47 @@ class Policy:
     retry_safety: RetrySafety | None = None
     lease_seconds: float | None = None
     not_applied: tuple[type[BaseException], ...] = ()
+    single_commit: bool = False
+    max_attempts: int | None = None
 
     def __post_init__(self) -> None:
-        if self.sink not in get_args(Sink):
-            raise InvalidArgument(f"sink must be 'database' or 'external', not {self.sink!r}")
-        if self.sink == "database" and self.retry_safety is RetrySafety.UNSAFE:
-            raise ConfigurationError("retry_safety='unsafe' contradicts sink='database': not done means not applied")
-        if self.sink == "database" and self.not_applied:
-            raise ConfigurationError("not_applied is for sink='external': any exception undoes a database effect")
+        self._check_sink()
         if self.lease_seconds is not None:
             valid_ttl(self.lease_seconds, "lease_seconds")
+        if self.max_attempts is not None:
+            valid_limit(self.max_attempts, "max_attempts")
         if self.scope is not None:
             valid_key(self.scope, "scope")
         if not all(isinstance(cls, type) and issubclass(cls, BaseException) for cls in self.not_applied):
             raise InvalidArgument("not_applied must hold exception classes")
 
+    def _check_sink(self) -> None:
+        if (
+            self.sink not in ("database", "external")
+            and not hasattr(self.sink, "write_fenced")
+            and not self.in_transaction
+        ):
+            raise InvalidArgument(f"sink must be 'database', 'external' or a fenced sink, not {self.sink!r}")
+        if self.in_transaction and self.retry_safety is RetrySafety.UNSAFE:
+            raise ConfigurationError("retry_safety='unsafe' contradicts a database sink: not done means not applied")
+        if self.in_transaction and self.not_applied:
+            raise ConfigurationError("not_applied is for sink='external': any exception undoes a database effect")
+        if not isinstance(self.single_commit, bool):
+            raise InvalidArgument(f"single_commit must be a bool, not {type(self.single_commit).__name__}")
+        if self.single_commit and self.sink != "database":
+            raise ConfigurationError("single_commit is for sink='database': another sink commits by itself")
+        if self.single_commit and (self.lease_seconds, self.max_attempts) != (None, None):
+            raise ConfigurationError("single_commit has no lease, and leaves no attempts to count")
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether the body's own transaction carries the completion."""
+        return self.sink == "database" or hasattr(self.sink, "open")
+
     @property
     def safety(self) -> RetrySafety:
         """A database effect that is not done was not applied; an external one is unsafe unless the user says safe."""
-        if self.sink == "database":
+        if self.in_transaction:
             return RetrySafety.SAFE
         return self.retry_safety or RetrySafety.UNSAFE
 

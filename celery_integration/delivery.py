@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import random
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import Celery, Task
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.time import get_exponential_backoff_interval
 from kombu.utils import json
 
+from celery_integration.effect import RetryLater
 from celery_integration.errors import EffectBusy
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
 
-__all__ = ["come_back", "payload_of", "signature_of"]
+__all__ = ["come_back", "dumped", "payload_of", "retry_delay_seconds", "signature_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +30,15 @@ def payload_of(task: Task[Any, Any], args: tuple[Any, ...], kwargs: dict[str, An
 
     None, with a logged error, if the message is not JSON: then it cannot be dispatched again from the database.
     """
+    return dumped(_signature(task, args, kwargs))
+
+
+def dumped(signature: Signature[Any]) -> str | None:
+    """Return the text that `signature_of` reads, or None, with a logged error, if it is not JSON."""
     try:
-        return json.dumps(_signature(task, args, kwargs))
+        return json.dumps(signature)
     except (TypeError, ValueError, RecursionError) as error:
-        logger.error("the message of %s is not JSON and cannot be dispatched again: %s", task.name, error)  # noqa: TRY400
+        logger.error("the message of %s is not JSON and cannot be dispatched: %s", signature.task, error)  # noqa: TRY400
         return None
 
 
@@ -63,3 +71,32 @@ def come_back(
         logger.warning("cannot send %s back to its queue: %s", key, error)
         raise Reject(error, requeue=True) from error
     raise Ignore(f"{key!r} comes back in {countdown:.1f} s")
+
+
+def retry_delay_seconds(task: Task[Any, Any], error: BaseException) -> float | None:
+    """Return after how long at most Celery will deliver the retry that ``error`` leads to, or None if to none."""
+    match error:
+        case RetryLater(options=options):
+            return _seconds_until(task, options.get("eta") or options.get("countdown"))
+        case Retry(when=when):
+            return _seconds_until(task, when)
+    unwanted = tuple(getattr(task, "dont_autoretry_for", ()))
+    if not isinstance(error, tuple(getattr(task, "autoretry_for", ()))) or isinstance(error, (Ignore, *unwanted)):
+        return None
+    options = getattr(task, "retry_kwargs", {})
+    retries_max = options.get("max_retries", task.max_retries)
+    if retries_max is not None and task.request.retries >= retries_max:
+        return None
+    if factor := float(getattr(task, "retry_backoff", False)):
+        maximum = int(getattr(task, "retry_backoff_max", 600))
+        return float(get_exponential_backoff_interval(int(max(1.0, factor)), task.request.retries, maximum))
+    return _seconds_until(task, options.get("countdown"))
+
+
+def _seconds_until(task: Task[Any, Any], when: Any) -> float:
+    if when is None:
+        return float(task.default_retry_delay)
+    if not isinstance(when, datetime):
+        return max(0.0, float(when))
+    now = datetime.now(UTC)
+    return max(0.0, ((when if when.tzinfo else when.replace(tzinfo=UTC)) - now).total_seconds())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import psycopg
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
@@ -75,7 +78,8 @@ class Effect:
         self.started = False
         """True once `ensure_held` was called: from then on something may have gone out."""
         self._held = held
-        self._connection: sa.Connection | None = None
+        self._connection: Any = None
+        self._opened: Callable[[], sa.Connection] | None = None
         self._closing = ExitStack()
         self._session: Session | None = None
 
@@ -85,14 +89,29 @@ class Effect:
         return idempotency_key(self.key)
 
     @property
-    def connection(self) -> sa.Connection:
-        """The SQLAlchemy connection whose transaction commits together with the completion.
+    def deadline(self) -> datetime | None:
+        """When the lease ends unless it is renewed, on the store's clock. None where there is no lease to lose."""
+        return None if self._held is None else self._held.lease.expires_at
 
-        Raises `ConfigurationError` in an external effect, during which no transaction is open.
+    @property
+    def sink(self) -> Any:
+        """What the task's own sink lends the body to write with: for a ``RedisSink`` its `Recorder`.
+
+        Raises `ConfigurationError` while nothing is lent.
         """
         if self._connection is None:
             raise ConfigurationError(f"{self.key!r} is an external effect: no transaction is open during its body")
         return self._connection
+
+    @property
+    def connection(self) -> sa.Connection:
+        """The SQLAlchemy connection whose transaction commits together with the completion.
+
+        Raises `ConfigurationError` in an external effect outside `transaction`, and for a sink that has none.
+        """
+        if not isinstance(self.sink, sa.Connection):
+            raise ConfigurationError(f"the sink of {self.key!r} lends no SQLAlchemy connection: take effect.sink")
+        return self._connection  # type: ignore[no-any-return]
 
     @property
     def session(self) -> Session:
@@ -104,8 +123,9 @@ class Effect:
 
     @property
     def cursor(self) -> Any:
-        """A psycopg cursor on `connection`."""
-        cursor: Any = self.connection.connection.cursor()
+        """A psycopg cursor in the same transaction."""
+        driver: Any = self.sink if isinstance(self.sink, psycopg.Connection) else self.connection.connection
+        cursor: Any = driver.cursor()
         return self._closing.enter_context(cursor)
 
     def ensure_held(self, margin_seconds: float = 0.0) -> None:
@@ -117,6 +137,36 @@ class Effect:
             self._held.ensure(margin_seconds)
         self.started = True
 
+    def renew(self) -> None:
+        """Renew the lease now. It is renewed for you while the body runs, unless the body holds the interpreter.
+
+        Raises `LeaseLost`, or `Unavailable`.
+        """
+        if self._held is not None:
+            self._held.ensure(0.0)
+
+    @contextmanager
+    def transaction(self) -> Iterator[sa.Connection]:
+        """Write down, from an external body, what shall commit with the completion, or not at all.
+
+            charged = gateway.charge(cents, idempotency_key=effect.idempotency_key)
+            with effect.transaction():
+                effect.session.add(Receipt(charged.id))
+            return charged.id
+
+        The transaction stays open until the body has ended: open it when the outside call is over. Raises
+        `ConfigurationError` in a body that has a transaction of its own.
+        """
+        if self._opened is None:
+            raise ConfigurationError(f"the body of {self.key!r} has its transaction: take effect.session")
+        connection = self._opened()
+        self.bind(connection)
+        try:
+            yield connection
+            self.flush()
+        finally:
+            self.unbind()
+
     def retry(self, **options: Any) -> NoReturn:
         """End this attempt and let Celery retry the task; ``options`` are those of ``Task.retry``.
 
@@ -124,22 +174,28 @@ class Effect:
         """
         raise RetryLater(options)
 
-    def bind(self, connection: sa.Connection) -> None:
-        """Give the body the open transaction. The body cannot end it."""
+    def opens(self, opened: Callable[[], sa.Connection] | None) -> None:
+        """Say how `transaction` gets its connection."""
+        self._opened = opened
+
+    def bind(self, connection: Any) -> None:
+        """Give the body the open transaction, or what its sink lends. The body cannot end a transaction."""
         self._connection = connection
-        sa.event.listen(connection, "commit", self._refuse_to_end)
-        sa.event.listen(connection, "rollback", self._refuse_to_end)
+        if isinstance(connection, sa.Connection):
+            sa.event.listen(connection, "commit", self._refuse_to_end)
+            sa.event.listen(connection, "rollback", self._refuse_to_end)
 
     def flush(self) -> None:
         """Write out what the session still holds, and close what the body opened."""
-        if self._session is not None:
-            self._session.commit()
+        session, self._session = self._session, None
+        if session is not None:
+            session.commit()
         self._closing.close()
 
     def unbind(self) -> None:
         """Take the transaction back."""
         connection, self._connection = self._connection, None
-        if connection is not None:
+        if isinstance(connection, sa.Connection):
             sa.event.remove(connection, "commit", self._refuse_to_end)
             sa.event.remove(connection, "rollback", self._refuse_to_end)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,11 +17,14 @@ from celery_integration.effect import Applied, Effect, NotApplied, Unknown
 from celery_integration.process import Gate, gate_of
 from celery_integration.results import dump_result
 from pgref.contracts.effects import Action, EffectRecord, ReconcileClaim, Resolution, RetrySafety, Ruling
-from pgref.errors import NotUncertain, ReconcileTaken, UnsafeNotRetryable
+from pgref.errors import FenceStale, NotUncertain, ReconcileTaken, UnsafeNotRetryable
 
-__all__ = ["Step", "reconcile", "step_for", "sweep"]
+__all__ = ["NEEDS_A_PERSON", "Step", "may_run", "reconcile", "step_for", "sweep"]
 
 logger = logging.getLogger(__name__)
+
+NEEDS_A_PERSON = "needs a person: it was attempted too often"
+"""The reason of an effect that is not run any more, whatever its task allows."""
 
 
 class Step(StrEnum):
@@ -38,37 +42,63 @@ class Step(StrEnum):
 
 def step_for(definition: Definition) -> Step:
     """Return what the policy of a task allows for its uncertain effects."""
-    if definition.policy.sink == "database":
+    if definition.policy.in_transaction:
         return Step.NOT_APPLIED
     if definition.probe is not None:
         return Step.PROBE
     return Step.FREE if definition.policy.safety is RetrySafety.SAFE else Step.LEAVE
 
 
-def reconcile(gate: Gate, call: Call) -> Ruling | None:
+def may_run(gate: Gate, call: Call, attempt: int) -> bool:
+    """Say whether a granted attempt may run, or is one too many since the start or a person's last word."""
+    allowed = call.definition.policy.max_attempts or gate.settings.max_attempts
+    if attempt <= allowed:
+        return True
+    parked = [entry for entry in gate.effects.history(call.action.key) if entry.why == NEEDS_A_PERSON]
+    return attempt < (allowed + 1) * (len(parked) + 1)  # the grant that was not run counts as well
+
+
+def reconcile(gate: Gate, call: Call, reason: str) -> Ruling | None:
     """Try to settle the uncertain effect of ``call`` and return the ruling, or None if it stays uncertain.
 
     At most one reconciler asks the probe at a time; a probe that fails or cannot tell is asked again after
-    ``fenced_reconcile_seconds``.
+    ``fenced_reconcile_seconds``. A sink that can be sealed is sealed first, so that what is seen then is final (G27).
     """
     effects, action, by = gate.effects, call.action, f"{call.task.name} on {call.worker}"
+    step = step_for(call.definition)
+    if step is Step.LEAVE or reason == NEEDS_A_PERSON:
+        return None
     try:
-        match step_for(call.definition):
-            case Step.NOT_APPLIED:
-                return effects.resolve_uncertain(action, Resolution(False, by=by, why="no commit, so no effect"))
-            case Step.FREE:
-                return effects.resolve_uncertain(action, Resolution(False, by=by, why="safe to run again"))
-            case Step.PROBE:
-                claim = effects.begin_reconcile(action, gate.settings.reconcile_seconds)
-                effect = Effect(call.task, action, fence=claim.fence, attempt=0)
-                return _rule(gate, action, claim, _ask(call, effect), by)
-            case Step.LEAVE:
-                return None
+        if step is Step.NOT_APPLIED:
+            return effects.resolve_uncertain(action, Resolution(False, by=by, why="no commit, so no effect"))
+        seal = getattr(call.definition.policy.sink, "seal", None)
+        if step is Step.FREE and seal is None:
+            return effects.resolve_uncertain(action, Resolution(False, by=by, why="safe to run again"))
+        claim = effects.begin_reconcile(action, gate.settings.reconcile_seconds)
+        if seal is not None and not _sealed(seal, claim):
+            return None
+        if step is Step.FREE:
+            ruling = Resolution(False, by=by, why="sealed, and safe to run again")
+            return effects.resolve_uncertain(action, ruling, claim=claim)
+        effect = Effect(call.task, action, fence=claim.fence, attempt=0)
+        return _rule(gate, action, claim, _ask(call, effect), by)
     except (ReconcileTaken, UnsafeNotRetryable):
         return None
     except NotUncertain:
         # Somebody ruled, or completed late, since it was found uncertain: the gate knows.
         return Ruling(False, None)
+
+
+def _sealed(seal: Callable[[str, int], None], claim: ReconcileClaim) -> bool:
+    """Shut the uncertain attempt out of its sink, and say whether it is."""
+    try:
+        seal(claim.resource, claim.fence)
+    except FenceStale:
+        return True  # a newer fence has shut it out already
+    except Exception:
+        logger.exception("cannot seal the sink of %s now", claim.key)
+        return False
+    return True
 
 
 def _ask(call: Call, effect: Effect) -> Verdict:
@@ -126,11 +156,11 @@ def sweep(app: Celery) -> Swept:
 def _settle(app: Celery, gate: Gate, record: EffectRecord) -> bool:
     try:
         call = _call_of(app, gate, record)
-        if call is None or step_for(call.definition) is Step.LEAVE:
+        if call is None or step_for(call.definition) is Step.LEAVE or record.reason == NEEDS_A_PERSON:
             # Claimed all the same, so that the next sweep begins with those that were looked at longest ago.
             gate.effects.begin_reconcile(record.action, gate.settings.reconcile_seconds)
             return False
-        return reconcile(gate, call) is not None
+        return reconcile(gate, call, record.reason or "") is not None
     except (ReconcileTaken, NotUncertain):
         return False
     except Exception:

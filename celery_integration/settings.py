@@ -35,6 +35,8 @@ class Settings:
     """Period of ``fenced.sweep`` on beat."""
     sweep_batch_max: int = 500
     """Keys that one sweep expires, probes and dispatches, each."""
+    max_attempts: int = 100
+    """A key that was granted so often runs no more and waits for a person, whose *not applied* allows as many again."""
     result_bytes_max: int = 1024 * 1024
     """A larger serialised result is replaced by a marker; the effect stays done."""
 
@@ -43,6 +45,7 @@ class Settings:
             if field.name.endswith(("_seconds", "_seconds_max")):
                 valid_ttl(getattr(self, field.name), f"fenced_{field.name}")
         valid_limit(self.sweep_batch_max, "fenced_sweep_batch_max")
+        valid_limit(self.max_attempts, "fenced_max_attempts")
         if type(self.result_bytes_max) is not int or self.result_bytes_max < 1:
             raise InvalidArgument("fenced_result_bytes_max must be an int of at least 1")
 

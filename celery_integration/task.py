@@ -8,17 +8,19 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 from celery import Task
+from celery.exceptions import Reject
+from sqlalchemy.orm import Session
 
 from celery_integration.definition import Call, Definition
-from celery_integration.delivery import come_back, payload_of
+from celery_integration.delivery import come_back, dumped, payload_of
 from celery_integration.effect import RetryLater
 from celery_integration.errors import EffectUncertain
-from celery_integration.execution import Attempt, Interrupted, run_in_transaction, run_outside
+from celery_integration.execution import Attempt, Interrupted, Returned, run_granted, run_in_one_commit
 from celery_integration.process import Gate, gate_of
-from celery_integration.reconcile import reconcile
+from celery_integration.reconcile import NEEDS_A_PERSON, may_run, reconcile
 from celery_integration.results import load_result
-from pgref.contracts.effects import Contended, Done, Granted, InFlight, Uncertain
-from pgref.errors import OutcomeUnknown, SchemaError, Unavailable
+from pgref.contracts.effects import Contended, Done, Granted, InFlight, Outcome, State, Uncertain
+from pgref.errors import InvalidArgument, OutcomeUnknown, SchemaError, Unavailable
 
 __all__ = ["FencedTask"]
 
@@ -46,23 +48,30 @@ class FencedTask(Task):  # type: ignore[type-arg]
             self.definition.action(self.name, bound, task_id)
         return super().apply_async(args, kwargs, task_id=task_id, **options)
 
+    def accept(self, session: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Want the effect in the caller's transaction; see `FencedFunction.accept`."""
+        connection = session.connection() if isinstance(session, Session) else session
+        task_id = str(uuid4())
+        payload = dumped(self.signature(args, kwargs, task_id=task_id))
+        if payload is None:
+            raise InvalidArgument("the arguments must be JSON, to be kept in the database")
+        action = self.definition.action(self.name, self.definition.arguments(args, kwargs), task_id, payload)
+        gate_of(self.app).effects.accept_within(connection, action)
+        return task_id
+
+    def retry(self, *args: Any, **options: Any) -> Any:
+        """As ``Task.retry``; if the retry cannot be sent, the broker keeps the message that asked for it."""
+        try:
+            return super().retry(*args, **options)
+        except Reject as rejected:
+            raise Reject(rejected.args[0], requeue=True) from rejected
+
     def run_fenced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Acquire, run, complete; and for every answer of the gate that is not a grant, what `celery.md` says."""
+        """Acquire, run, complete; and for every answer of the gate that is not a grant, what to do about it."""
         gate = gate_of(self.app)
         call = self._call(gate, args, kwargs)
         try:
-            while True:
-                asked_at = time.monotonic()
-                match gate.effects.acquire(call.action, call.lease_seconds):
-                    case Granted() as granted:
-                        return self._run(Attempt(gate, call, granted, asked_at))
-                    case Done(result=result):
-                        return load_result(result)
-                    case InFlight(retry_after_seconds=seconds) | Contended(retry_after_seconds=seconds):
-                        self._come_back(call, min(seconds, gate.settings.comeback_seconds_max))
-                    case Uncertain(reason=reason):
-                        if reconcile(gate, call) is None:
-                            raise _uncertain(call, reason)
+            return self._answered(gate, call)
         except Interrupted as error:
             logger.warning("%s was interrupted and comes back: %s", call.action.key, error)
             self._come_back(call, gate.settings.comeback_seconds_max)
@@ -70,12 +79,40 @@ class FencedTask(Task):  # type: ignore[type-arg]
             logger.error("%s comes back: %s", call.action.key, error)  # noqa: TRY400  the database is away, not the code
             self._come_back(call, AWAY_SECONDS)
 
-    def _run(self, attempt: Attempt) -> Any:
-        run = run_outside if self.definition.policy.sink == "external" else run_in_transaction
-        try:
-            return run(attempt)
         except RetryLater as retry:
             raise self.retry(throw=False, **retry.options) from retry.__cause__
+
+    def _answered(self, gate: Gate, call: Call) -> Any:
+        while True:
+            asked_at = time.monotonic()
+            match self._ask(gate, call):
+                case Returned(value=value):
+                    return value
+                case Granted() as granted:
+                    return self._run(Attempt(gate, call, granted, asked_at))
+                case Done(result=result):
+                    return load_result(result)
+                case InFlight(retry_after_seconds=seconds) | Contended(retry_after_seconds=seconds):
+                    self._come_back(call, min(seconds, gate.settings.comeback_seconds_max))
+                case Uncertain(reason=reason):
+                    if reconcile(gate, call, reason) is None:
+                        raise _uncertain(call, reason)
+
+    def _ask(self, gate: Gate, call: Call) -> Returned | Outcome:
+        """Ask the gate. A message that was delivered before is likely done: then a look is enough."""
+        if self.request.retries or (self.request.delivery_info or {}).get("redelivered"):
+            record = gate.effects.lookup(call.action.key)
+            if record is not None and record.state is State.DONE and record.fingerprint == call.action.fingerprint:
+                return Done(record.result)
+        if self.definition.policy.single_commit:
+            return run_in_one_commit(gate, call)
+        return gate.effects.acquire(call.action, call.lease_seconds)
+
+    def _run(self, attempt: Attempt) -> Any:
+        if not may_run(attempt.gate, attempt.call, attempt.granted.attempt):
+            attempt.mark_because(NEEDS_A_PERSON)
+            raise _uncertain(attempt.call, NEEDS_A_PERSON)
+        return run_granted(attempt)
 
     def _call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         bound = self.definition.arguments(args, kwargs)

@@ -250,14 +250,19 @@ class Database:
             if not _is_idle(driver) and not connection.closed:
                 connection.invalidate()
 
-    def ask(self, connection: sa.Connection, statement: str, parameters: Sequence[object]) -> tuple[Any, ...]:
+    def ask(
+        self, connection: sa.Connection | psycopg.Connection[Any], statement: str, parameters: Sequence[object]
+    ) -> tuple[Any, ...]:
         """Return the row of a statement in the caller's transaction, as whose first one it carries the BEGIN with it.
 
         On a connection lent by `transaction`, this and each later answer is waited for as long as one try of `call`.
         Raises the driver's errors.
         """
-        driver: Any = connection.connection.driver_connection
-        lent = connection.get_execution_options().get(_LENT)
+        driver: Any = connection
+        lent = False
+        if isinstance(connection, sa.Connection):
+            driver = connection.connection.driver_connection
+            lent = bool(connection.get_execution_options().get(_LENT))
         if lent:
             _limit(driver, each_seconds=self.settle_seconds / 2)
         with driver.cursor() as cursor:

@@ -42,13 +42,16 @@ from pgref.contracts.effects import (
     valid_resolution,
     valid_result,
 )
-from pgref.errors import FingerprintMismatch, Refused, cause_of
+from pgref.errors import FingerprintMismatch, InvalidArgument, Refused, cause_of
 from pgref.keys import valid_fence, valid_key, valid_limit, valid_text, valid_ttl
 from pgref.postgres._connection import Database
 from pgref.postgres._errors import refusal, rolled_back, sqlstate
 from pgref.postgres.schema import quoted
 
 __all__ = ["PostgresEffectStore"]
+
+Connection = sa.Connection | psycopg.Connection[Any]
+"""In a transaction of the caller's, of SQLAlchemy or psycopg."""
 
 _STATES = (State.FREE, State.IN_FLIGHT, State.UNCERTAIN, State.DONE)
 _TYPES = {"retry_safe": "boolean", "fence": "bigint", "holder": "uuid"}
@@ -149,9 +152,22 @@ class PostgresEffectStore:
         except Refused as refused:
             return refused
 
-    def complete_within(
-        self, connection: sa.Connection, action: Action, lease: Lease, result: str | None = None
-    ) -> None:
+    def accept_within(self, connection: Connection, action: Action) -> None:
+        """Want the effect as of the commit of the caller's transaction: `claim_due` finds it then, or nothing is known.
+
+        A key that is known keeps its state, and one that is free is due again. Raises `FingerprintMismatch`,
+        `InvalidArgument` if there is no payload to dispatch, or `Unavailable`.
+        """
+        if valid_action(action).payload is None:
+            raise InvalidArgument("action must have a payload to dispatch")
+        safe = action.retry_safety is RetrySafety.SAFE
+        arguments = (action.key, action.resource, action.fingerprint, safe, action.payload, self._clock.now())
+        with _in_transaction(action):
+            row = self._database.ask(connection, self._statement("accept_here", len(arguments)), arguments)
+        if (verdict := _Answer(*row).verdict) != "accepted":
+            raise refusal(verdict, action.key)
+
+    def complete_within(self, connection: Connection, action: Action, lease: Lease, result: str | None = None) -> None:
         """Complete in the caller's transaction, so that effect and completion commit together or not at all.
 
         Raises the fence errors, `LeaseLost` when the key is already done, or `Unavailable` (busy, or the connection
@@ -176,7 +192,7 @@ class PostgresEffectStore:
         arguments = (*_credentials(action, lease), valid_result(result), self._clock.now())
         return self._statement("complete_here", len(arguments)), arguments
 
-    def acquire_within(self, connection: sa.Connection, action: Action) -> Outcome:
+    def acquire_within(self, connection: Connection, action: Action) -> Outcome:
         """Judge as `acquire` does, in the transaction that carries the effect: the start of the single-commit form.
 
         What is granted is written by `complete_acquired`, in the same transaction, or not at all: there is no intent

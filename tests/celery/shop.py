@@ -6,15 +6,21 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import redis
 import sqlalchemy as sa
 from celery import Celery, shared_task
 
 from celery_integration import Applied, Effect, NotApplied, Unknown, fenced_task, install, schedule
 from pgref.contracts.effects import Granted, Resolution
+from pgref.errors import OutcomeUnknown
+from pgref.redis import Recorder, RedisSink
+
+T = TypeVar("T")
 
 app = Celery("shop", broker=os.environ["BROKER_URL"], backend=os.environ["BROKER_URL"], set_as_current=True)
 app.conf.update(
@@ -211,3 +217,70 @@ def eager_beaver(effect: Effect, key: str, how: str = "return") -> Any:
 def by_task_id(effect: Effect, key: str) -> Any:
     effect.session.execute(sa.insert(entry).values(key=key, cents=1))
     return {"attempt": effect.attempt}
+
+
+@fenced_task(key="{key}", single_commit=True)
+def jot(effect: Effect, key: str, how: str = "return") -> Any:
+    """A short effect in one commit. What it was attempted is nowhere on record."""
+    effect.session.execute(sa.insert(entry).values(key=key, cents=1))
+    if how == "retry" and effect.task.request.retries < 2:
+        effect.retry(countdown=0)
+    return _end(effect, "return" if how == "retry" else how)
+
+
+@fenced_task(key="{key}", sink="external", retry_safety="safe")
+def receipt(effect: Effect, key: str, how: str = "return") -> Any:
+    """Something outside, and what is written down of it."""
+    _apply_outside(effect, key)
+    with effect.transaction():
+        effect.session.execute(sa.insert(entry).values(key=key, cents=1))
+    if how == "twice":
+        with effect.transaction() as connection:
+            connection.execute(sa.insert(entry).values(key=key, cents=2))
+    return _end(effect, "return" if how == "twice" else how)
+
+
+@receipt.probe
+def receipt_probe(effect: Effect, key: str, how: str = "return") -> Applied | NotApplied:
+    return Applied({"probed": len(outside(key))}) if outside(key) else NotApplied()
+
+
+@fenced_task(key="{key}", max_attempts=2)
+def stubborn(effect: Effect, key: str, how: str = "error") -> Any:
+    with (LEDGER / key).open("a") as ledger:
+        ledger.write(f"{effect.attempt}\n")
+    return _end(effect, "return" if how == "third" and effect.attempt > 2 else "error")
+
+
+class Wall(RedisSink):
+    """A sink whose answer can get lost."""
+
+    lost = False
+
+    def write_fenced(self, resource: str, fence: int, write: Callable[[Recorder], T]) -> T:
+        answer = super().write_fenced(resource, fence, write)
+        if self.lost:
+            raise OutcomeUnknown("the answer was lost")
+        return answer
+
+
+redis_client = redis.Redis.from_url(os.environ["BROKER_URL"])
+wall = Wall(redis_client, prefix="shop:")
+
+
+@fenced_task(key="{key}", resource="wall:{key}", sink=wall, retry_safety="safe")
+def paint(effect: Effect, key: str, how: str = "return") -> Any:
+    effect.sink.rpush(f"shop:{{wall:{key}}}:coats", effect.fence)
+    return _end(effect, how)
+
+
+@paint.probe
+def paint_probe(effect: Effect, key: str, how: str = "return") -> Applied | NotApplied:
+    coats = redis_client.lrange(f"shop:{{wall:{key}}}:coats", 0, -1)
+    return Applied({"probed": len(coats)}) if coats else NotApplied()
+
+
+@fenced_task(key="{key}")
+def misplaced(effect: Effect, key: str) -> None:
+    with effect.transaction():
+        pass

@@ -31,7 +31,7 @@ JUDGED = {
 }
 ANSWERS = {
     *("granted", "done", "uncertain", "in_flight", "contended", "again", "expired"),
-    *("completed", "renewed", "ok", "claimed", "applied", "not_applied", "busy", "lost"),
+    *("accepted", "completed", "renewed", "ok", "claimed", "applied", "not_applied", "busy", "lost"),
 }
 AMBIGUOUS = ["08000", "08003", "08006", "08P01", "25P03", "40003", "57P01", "57P02", "57P05", "58030", "XX000"]
 

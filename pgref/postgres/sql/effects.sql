@@ -459,6 +459,37 @@ BEGIN
 END $$;
 
 
+-- Want a key that nobody has been granted yet: a row that claim_due will find, in the transaction of whoever wants it.
+-- A key that is known keeps its state; one that is free becomes due.
+CREATE OR REPLACE FUNCTION effect_accept_here(
+  p_key text, p_resource text, p_fingerprint text, p_retry_safe boolean, p_payload text, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
+DECLARE
+  a effect_action;
+  t timestamptz := coalesce(p_now, clock_timestamp());
+  v effect_answer;
+BEGIN
+  v.verdict := 'accepted';
+  INSERT INTO effect_action (
+      key, resource, fingerprint, retry_safe, payload, state, attempt, fence, holder, created_at, granted_at, expires_at, due_at)
+    VALUES (p_key, p_resource, p_fingerprint, p_retry_safe, p_payload, 0, 0, 0, gen_random_uuid(), t, t, t, t)
+    ON CONFLICT DO NOTHING;
+  IF NOT FOUND THEN
+    SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+    IF a.fingerprint <> p_fingerprint THEN
+      v.verdict := 'fingerprint_mismatch';
+    ELSIF a.state = 0 THEN
+      UPDATE effect_action SET
+          resource = p_resource, fingerprint = p_fingerprint, retry_safe = p_retry_safe, payload = p_payload,
+          due_at = least(due_at, t)
+        WHERE key = p_key AND state = 0;
+    END IF;
+  END IF;
+  RETURN v;
+END $$;
+
+
 -- The single-commit form: judge at the start of the transaction that carries the effect, grant and complete at its end.
 -- Between them no row is locked or written. The advisory locks tell a second one at once; whoever takes the ordinary
 -- way meanwhile wins. A fence handed out here counts only once it is committed.
