@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import psycopg
@@ -65,6 +65,13 @@ class FencedFunction(Proxy, Generic[P, R_co]):  # type: ignore[type-arg]  # no s
             )
         definition.probe = function
         return function
+
+    def apply_async(
+        self, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> AsyncResult[R_co]:
+        """As ``Task.apply_async``. Raises `InvalidArgument` if no key can be made from the arguments."""
+        result: AsyncResult[R_co] = self._get_current_object().apply_async(args, kwargs, **options)
+        return result
 
     def accept(
         self, session: Session | sa.Connection | psycopg.Connection[Any], *args: P.args, **kwargs: P.kwargs

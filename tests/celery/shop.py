@@ -43,6 +43,17 @@ entry = sa.Table("entry", metadata, sa.Column("key", sa.Text, index=True), sa.Co
 LEDGER = Path(os.environ["SHOP_LEDGER"])
 
 
+HUGE_CHARACTERS = 64 * 1024 * 1024
+
+
+class AwkwardError(Exception):
+    """Pickles, and cannot be unpickled."""
+
+    def __init__(self, first: str, second: int) -> None:
+        super().__init__(first)
+        self.second = second
+
+
 def outside(key: str) -> list[str]:
     """What the outside world has seen under ``key``."""
     path = LEDGER / key
@@ -75,6 +86,15 @@ def _end(effect: Effect, how: str) -> Any:
             return {"attempt": effect.attempt}
         case "memory":
             raise MemoryError
+        case "unpicklable":
+            raise AwkwardError("awkward", 2)
+        case "unpicklable cause":
+            raise ValueError("awkward") from AwkwardError("awkward", 2)
+        case "huge":
+            return "x" * HUGE_CHARACTERS
+        case "long":
+            _wait_for_renewals(effect, 10)
+            return {"attempt": effect.attempt}
         case "hang":
             threading.Event().wait()
         case "object":
@@ -284,3 +304,25 @@ def paint_probe(effect: Effect, key: str, how: str = "return") -> Applied | NotA
 def misplaced(effect: Effect, key: str) -> None:
     with effect.transaction():
         pass
+
+
+@shared_task(bind=True)
+def stand_in(self: Any, key: str) -> Any:
+    return self.replace(book.s(key))
+
+
+@fenced_task(key="{key}", time_limit=1)
+def hard_book(effect: Effect, key: str) -> Any:
+    effect.session.execute(sa.insert(entry).values(key=key, cents=5))
+    return _end(effect, "hang" if effect.attempt == 1 else "return")
+
+
+@fenced_task(key="{key}", sink="external", time_limit=1)
+def hard_charge(effect: Effect, key: str) -> Any:
+    _apply_outside(effect, key)
+    return _end(effect, "hang")
+
+
+@hard_charge.probe
+def hard_charge_probe(effect: Effect, key: str) -> Applied | NotApplied:
+    return Applied({"probed": len(outside(key))}) if outside(key) else NotApplied()

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
+from celery.exceptions import Retry
 
 from celery_integration import EffectBusy, EffectUncertain
 from celery_integration.reconcile import sweep
 from pgref.contracts.effects import Action, Granted, RetrySafety, State
-from pgref.errors import FingerprintMismatch
+from pgref.errors import FingerprintMismatch, LeaseLost, OutcomeUnknown, Unavailable
 from pgref.postgres import Stores
 
 Entries = Callable[[str], list[int]]
@@ -77,6 +78,45 @@ def test_a_probe_that_looked_too_slowly_frees_no_later_attempt(shop: ModuleType,
     assert record is not None
     assert (record.state, record.attempt) == (State.UNCERTAIN, 2)
     assert len(shop.outside(key)) == 2
+
+
+@pytest.mark.parametrize(("name", "state"), [("charge", State.UNCERTAIN), ("book", State.FREE)])
+def test_an_exit_is_recorded_at_once(shop: ModuleType, key: str, gate: Stores, name: str, state: State) -> None:
+    """FC-09: an exit of the process is no `Exception`. What it leaves is known before the lease has expired."""
+    task = getattr(shop, name)
+    with pytest.raises(SystemExit):
+        task(key, "exit")
+    record = gate.effects.lookup(f"{task.name}:{key}")
+    assert record is not None
+    assert (record.state, record.expired) == (state, False)
+
+
+@pytest.mark.parametrize("name", ["charge", "paint"])
+@pytest.mark.parametrize("error", [LeaseLost("taken"), Unavailable("away"), OutcomeUnknown("lost")], ids=repr)
+def test_a_completion_that_fails_is_no_success(
+    shop: ModuleType, key: str, gate: Stores, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str
+) -> None:
+    """What took place outside, or in a sink, is not on record: the caller is told to come back."""
+
+    def complete(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(gate.effects, "complete", complete)
+    task = getattr(shop, name)
+    with pytest.raises(EffectBusy):
+        task(key)
+    record = gate.effects.lookup(f"{task.name}:{key}")
+    assert record is not None
+    assert record.state is State.IN_FLIGHT
+
+
+def test_a_retry_after_something_went_out_is_uncertain(shop: ModuleType, key: str, gate: Stores) -> None:
+    """FC-17: only before `Effect.ensure_held` does a retry mean that nothing has happened."""
+    with pytest.raises(Retry):
+        shop.charge(key, "retry")
+    record = gate.effects.lookup(f"{shop.charge.name}:{key}")
+    assert record is not None
+    assert (record.state, len(shop.outside(key))) == (State.UNCERTAIN, 1)
 
 
 def test_one_bad_record_does_not_stop_a_sweep(shop: ModuleType, key: str, gate: Stores) -> None:

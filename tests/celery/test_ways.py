@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -212,11 +212,6 @@ def test_a_key_that_is_attempted_too_often_waits_for_a_person(shop: ModuleType, 
 # Wanted in a transaction of the caller's
 
 
-@pytest.fixture
-def sessions(gate: Stores) -> Iterator[Callable[[], Session]]:
-    return lambda: Session(gate.engine)
-
-
 def test_what_is_rolled_back_is_not_wanted(shop: ModuleType, key: str, gate: Stores) -> None:
     """FC-30 (a)."""
     with Session(gate.engine) as session:
@@ -281,7 +276,7 @@ def test_a_retry_that_cannot_be_sent_keeps_its_message(
             task.run(key, "retry")
     finally:
         task.pop_request()
-    assert rejected.value.requeue is True
+    assert vars(rejected.value)["requeue"] is True
     record = gate.effects.lookup(f"{task.name}:{key}")
     assert record is not None
     assert record.state is State.FREE
