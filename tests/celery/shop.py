@@ -326,3 +326,18 @@ def hard_charge(effect: Effect, key: str) -> Any:
 @hard_charge.probe
 def hard_charge_probe(effect: Effect, key: str) -> Applied | NotApplied:
     return Applied({"probed": len(outside(key))}) if outside(key) else NotApplied()
+
+
+@fenced_task(key="{key}")
+def whereabouts(effect: Effect, key: str) -> tuple[int, int]:
+    """Return the process and its session on the database."""
+    effect.session.execute(sa.insert(entry).values(key=key, cents=1))
+    return os.getpid(), effect.session.execute(sa.text("SELECT pg_backend_pid()")).scalar_one()
+
+
+if "SHOP_OPENED_IN_THE_PARENT" in os.environ:
+    from celery_integration.process import gate_of
+
+    # Several connections at once, as a busy import would leave them in the pool.
+    with gate_of(app).stores.database.raw(), gate_of(app).stores.database.raw():
+        gate_of(app).effects.lookup("warm")
