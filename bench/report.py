@@ -16,7 +16,7 @@ from bench.operations import CASES, Case, Operations, fresh_names, prepare
 from pgref.embedded import PostgresServer
 from pgref.postgres import Stores
 
-__all__ = ["main"]
+__all__ = ["COUNTERS", "main", "through"]
 
 WARMED_UP = 10
 COUNTED = 50
@@ -42,7 +42,7 @@ def main() -> None:
         print_costs(server)
         for delay in map(float, options.delays.split(",")):
             with Network(server.port, round_trip_seconds=delay / 1000) as network:
-                dsn = _through(network, server.dsn) if delay else server.dsn
+                dsn = through(network, server.dsn) if delay else server.dsn
                 for count in map(int, options.clients.split(",")):
                     print_ratios(dsn, count, delay, options.rounds, options.operations)
         stores = Stores.open(server.dsn)
@@ -56,7 +56,7 @@ def main() -> None:
         stores.close()
 
 
-def _through(network: Network, dsn: str) -> str:
+def through(network: Network, dsn: str) -> str:
     return sa.make_url(dsn).set(port=network.port).render_as_string(hide_password=False)
 
 
@@ -64,7 +64,7 @@ def print_costs(server: PostgresServer) -> None:
     """Print what one call of each operation costs, as counted by a proxy and by the server."""
     print(f"{'counted per call':40} {'round trips':>12} {'statements':>12} {'commits':>9}")
     with Network(server.port) as network:
-        stores = Stores.open(_through(network, server.dsn))
+        stores = Stores.open(through(network, server.dsn))
         for case in CASES:
             run = getattr(Operations(stores), case.operation)
             for name in fresh_names(WARMED_UP):

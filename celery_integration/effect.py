@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from celery_integration.leases import HeldLease
     from pgref.contracts.effects import Action
 
-__all__ = ["Applied", "Effect", "NotApplied", "RetryLater", "Unknown"]
+__all__ = ["Applied", "Effect", "NotApplied", "RetryLater", "Unknown", "refuse_to_end"]
+
+_BODY = "fenced_body"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,9 @@ class Effect:
         """Give the body the open transaction, or what its sink lends. The body cannot end a transaction."""
         self._connection = connection
         if isinstance(connection, sa.Connection):
-            sa.event.listen(connection, "commit", self._refuse_to_end)
-            sa.event.listen(connection, "rollback", self._refuse_to_end)
+            connection.info[_BODY] = self.key
+        elif isinstance(connection, psycopg.Connection):
+            vars(connection).update(commit=self._refuse_to_end, rollback=self._refuse_to_end)
 
     def flush(self) -> None:
         """Write out what the session still holds, and close what the body opened."""
@@ -196,11 +199,23 @@ class Effect:
         """Take the transaction back."""
         connection, self._connection = self._connection, None
         if isinstance(connection, sa.Connection):
-            sa.event.remove(connection, "commit", self._refuse_to_end)
-            sa.event.remove(connection, "rollback", self._refuse_to_end)
+            connection.info.pop(_BODY, None)
+        elif isinstance(connection, psycopg.Connection):
+            del connection.commit, connection.rollback
 
-    def _refuse_to_end(self, _: sa.Connection) -> NoReturn:
-        raise ConfigurationError(
-            f"the body of {self.key!r} must not end the transaction: it commits with the completion; "
-            "use a savepoint (connection.begin_nested()) for a part that may fail"
-        )
+    def _refuse_to_end(self) -> NoReturn:
+        raise _refusal(self.key)
+
+
+def refuse_to_end(connection: sa.Connection) -> None:
+    """Raise `ConfigurationError` if the transaction that is about to end is that of a body which runs."""
+    key = connection.info.get(_BODY)
+    if key is not None:
+        raise _refusal(key)
+
+
+def _refusal(key: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the body of {key!r} must not end the transaction: it commits with the completion; "
+        "use a savepoint (connection.begin_nested()) for a part that may fail"
+    )

@@ -6,8 +6,10 @@ import os
 import threading
 import weakref
 
+import sqlalchemy as sa
 from celery import Celery
 
+from celery_integration.effect import refuse_to_end
 from celery_integration.leases import LeaseKeeper
 from celery_integration.settings import Settings
 from pgref.postgres import Stores
@@ -23,6 +25,8 @@ class Gate:
         self.settings = Settings.of(app)
         self.stores = Stores.open(self.settings.dsn, schema=self.settings.schema)
         self.effects = self.stores.effects
+        for event in ("commit", "rollback"):
+            sa.event.listen(self.stores.engine, event, refuse_to_end)
         self.keeper = LeaseKeeper(self.effects)
 
 

@@ -283,6 +283,10 @@ class Database:
         with held():
             _limit(driver, self._answer_by())
             try:
+                if _is_idle(driver):
+                    driver.autocommit = True  # nothing came before it
+                    driver.execute(statement, parameters)
+                    return
                 with _pipeline(driver):
                     driver.execute(statement, parameters)
                     driver.execute("COMMIT")

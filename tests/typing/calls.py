@@ -43,8 +43,7 @@ def callers(session: Session) -> None:
     charge.delay(order=1)  # wrong
     charge.accept(session)  # wrong
     charge.accept("session", 1)  # wrong
-    length: int = bare.delay(1).get()  # wrong
-    print(length)
+    _length: int = bare.delay(1).get()  # wrong
 
 
 @fenced_task  # wrong
