@@ -2,7 +2,7 @@
 UV := $(or $(shell command -v uv 2>/dev/null),$(CURDIR)/.uv/bin/uv)
 RUN := $(UV) run --frozen --all-extras
 
-.PHONY: demo test proofs lint bench guarantees
+.PHONY: demo test proofs mutants lint bench guarantees
 
 demo: $(UV)  ## the shop under kill -9; options in ARGS, e.g. ARGS="--orders 1000 --seed 7"
 	LEASH=$$PPID $(RUN) python -m examples.worker.demo $(ARGS)
@@ -12,6 +12,9 @@ test: $(UV)  ## the tests, on servers that they start themselves
 
 proofs: $(UV)  ## the long ones: a pooler, an older server, model, search, bad input, races, cut wires, signals
 	$(RUN) pytest tests/lanes tests/property tests/faults $(ARGS)
+
+mutants: $(UV)  ## seeded bugs, each of which must turn the suite red; options in ARGS, e.g. ARGS="-j 4"
+	$(RUN) python -m tests.mutants $(ARGS)
 
 lint: $(UV)  ## style, types, layers
 	$(RUN) ruff check .

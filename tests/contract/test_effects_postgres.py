@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from pgref.clock import Clock
 from pgref.conformance import EffectStoreConformance
+from pgref.conformance.harness import TTL
 from pgref.contracts.effects import EffectStore
 from pgref.postgres import Stores, drop_schema, new_schema
 
@@ -44,3 +45,15 @@ class TestPostgresEffectStoreOnSerializable(TestPostgresEffectStore):
     @pytest.fixture
     def conformance_backend(self, serializable: sa.Engine, schema: str) -> Any:
         return serializable, schema
+
+    def test_renewed_within_its_transaction(self) -> None:
+        """G12, G13: what an effect has looked at before its lease was renewed does not make its completion fail."""
+        engine, schema = self.backend
+        stores = Stores.open(engine, schema=schema, clock=self.clock)
+        action = self.action()
+        lease = self.granted(action)
+        with stores.database.transaction() as connection:
+            connection.exec_driver_sql("SELECT 1")
+            self.store.renew(action, lease, TTL)
+            stores.effects.complete_within(connection, action, lease, "result")
+        assert self.record(action).result == "result"

@@ -43,6 +43,15 @@ FORBIDDEN = [
     "DROP SCHEMA {s} CASCADE",
 ]
 
+HELPERS = {
+    "effect_flip",
+    "effect_intent_fault",
+    "effect_is_held",
+    "effect_judge_many",
+    "effect_lease_fault",
+    "refuse_lower_fence",
+}
+
 
 @pytest.fixture(scope="module")
 def application(engine: sa.Engine, schema: str) -> Iterator[sa.Engine]:
@@ -126,6 +135,15 @@ def test_nobody_else_may_call_a_function(engine: sa.Engine, schema: str) -> None
         WHERE nspname = :schema AND has_function_privilege('public', p.oid, 'EXECUTE')"""
     with engine.connect() as connection:
         assert connection.execute(sa.text(query), {"schema": schema}).all() == []
+
+
+def test_only_helpers_are_out_of_the_applications_reach(application: sa.Engine, engine: sa.Engine, schema: str) -> None:
+    """Every function of the contract runs with the owner's rights. To raise fences is the owner's alone."""
+    query = """SELECT proname::text FROM pg_proc p JOIN pg_namespace n ON n.oid = pronamespace
+        WHERE nspname = :schema AND NOT (prosecdef AND has_function_privilege(:role, p.oid, 'EXECUTE'))"""
+    with engine.connect() as connection:
+        rows = connection.execute(sa.text(query), {"schema": schema, "role": ROLE}).scalars()
+        assert set(rows) == HELPERS | {"effect_raise_fences"}
 
 
 @pytest.mark.parametrize("bad", ["", "x" * 64, "a\0b", None])

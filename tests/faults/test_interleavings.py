@@ -582,6 +582,76 @@ def _data_goes_with_completion(stage: Stage, *, kept: bool, by: str) -> None:
     assert stage.watch.one("SELECT array_agg(value) FROM {schema}.data") == ([f"data of {by}"] if kept else None)
 
 
+# Rows are locked in one order
+
+ON_DISK = [Action(name, name) for name in "zyxcba"]
+"""Actions in the order in which their rows lie, which is not that of their names."""
+PLAIN_SCANS = "SELECT set_config(name, 'off', false) FROM unnest(ARRAY['enable_indexscan', 'enable_bitmapscan']) name"
+
+
+@pytest.fixture(scope="module")
+def scanning(dsn: str) -> Iterator[Pairs]:
+    """Pairs whose second session finds rows in the order in which they lie, as statistics can make any session do."""
+    scanning = Pairs(dsn)
+    with scanning.stage.stores.database.raw() as connection:
+        connection.execute(PLAIN_SCANS)
+    yield scanning
+    scanning.stage.close()
+
+
+def _completing_all(pairs: Pairs) -> Callable[[], object]:
+    completions = [(action, _granted(pairs.stage.first, action), "r") for action in ON_DISK]
+    return lambda: pairs.stage.second.complete_many(completions)
+
+
+def _acquiring_all(pairs: Pairs) -> Callable[[], object]:
+    for action in ON_DISK:
+        pairs.stage.first.abandon(action, _granted(pairs.stage.first, action))
+    return lambda: pairs.stage.second.acquire_many(ON_DISK, TTL_SECONDS)
+
+
+def _taking_over(pairs: Pairs) -> Callable[[], object]:
+    """Ask for the last known key on the resource of the first, whose intent has expired."""
+    last, *_, first = ON_DISK
+    _acquiring_all(pairs)
+    _granted(pairs.stage.first, first)
+    pairs.clock.tick(TTL_SECONDS)
+    return lambda: pairs.stage.second.acquire(Action(last.key, first.resource), TTL_SECONDS)
+
+
+def _raising_fences(pairs: Pairs) -> Callable[[], object]:
+    _completing_all(pairs)
+    return lambda: pairs.stage.second.raise_fences(100)
+
+
+LOCKING = [
+    (_completing_all, "effect_action"),
+    (_acquiring_all, "effect_resource"),
+    (_acquiring_all, "effect_action"),
+    (_taking_over, "effect_action"),
+    (_raising_fences, "effect_resource"),
+    (_raising_fences, "effect_action"),
+]
+
+
+@pytest.mark.parametrize(("prepare", "table"), LOCKING)
+def test_rows_are_locked_in_the_order_of_their_names(
+    scanning: Pairs, prepare: Callable[[Pairs], Callable[[], object]], table: str
+) -> None:
+    """G7: who waits for the first of its rows has locked none of the others, so that nobody waits in a circle."""
+    stage, watch = scanning.stage, scanning.stage.watch
+    stage.a.execute(watch.sql("TRUNCATE {schema}.effect_action, {schema}.effect_resource"))
+    call = prepare(scanning)
+    column = {"effect_action": "key", "effect_resource": "resource"}[table]
+    rows = f"SELECT {column} FROM {{schema}}.{table} WHERE {column} <> 'a' ORDER BY {column} DESC"
+    with stage.holding("ROLLBACK"):
+        stage.a.execute(watch.sql(f"SELECT FROM {{schema}}.{table} WHERE {column} = 'a' FOR UPDATE"))
+        waiting = stage.blocked(call)
+        free = stage.a.execute(watch.sql(f"{rows} FOR UPDATE SKIP LOCKED")).fetchall()
+    waiting.result()
+    assert [name for (name,) in free] == [action.key for action in ON_DISK[:-1]]
+
+
 # No deadlock
 
 DEADLOCKS = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from pgref.contracts.effects import Action, Granted
 from pgref.embedded import PostgresServer
 from pgref.postgres import Stores, ensure_schema
+from tests.faults.state import assert_clean
 
 
 def backend_pid(stores: Stores) -> int:
@@ -58,3 +59,14 @@ def test_the_pool_gets_back_idle_connections(engine: sa.Engine, schema: str) -> 
     for _ in range(20):
         stores.effects.lookup("k")
     assert engine.pool.status().endswith("Current Checked out connections: 0")
+
+
+def test_a_connection_in_the_middle_of_something_leaves_the_pool(engine: sa.Engine, schema: str) -> None:
+    """G26: the next call does not find itself in somebody's transaction."""
+    stores = Stores.open(engine.url, schema=schema)
+    first = backend_pid(stores)
+    with stores.database.raw() as connection:
+        connection.execute("BEGIN")
+    assert_clean(stores.engine)
+    assert backend_pid(stores) != first
+    stores.close()

@@ -11,9 +11,15 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+
+import pytest
+import sqlalchemy as sa
 
 from pgref.embedded import PostgresServer
-from tests.faults.state import Observer
+from pgref.postgres import Stores, _connection
+from tests.faults.interrupted import SoftTimeLimitError, raise_soft_limit
+from tests.faults.state import Observer, assert_clean
 
 SIGNALS = int(os.environ.get("PGREF_SIGNALS", "300"))
 SEED = int(os.environ.get("PGREF_SEED", "7"))
@@ -54,3 +60,33 @@ def test_signals_at_any_moment(postgres: PostgresServer, schema: str) -> None:
     observer.close()
     assert (struck, interrupted.process.returncode) == (SIGNALS, 0), errors.decode()
     assert line.startswith("interrupted"), line
+
+
+@pytest.fixture
+def soft_limit() -> Iterator[signal.Signals]:
+    """A signal whose handler raises."""
+    before = signal.signal(signal.SIGUSR1, raise_soft_limit)
+    yield signal.SIGUSR1
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("step", ["_checked_out", "_unlimit"])
+def test_a_signal_while_a_connection_changes_hands(
+    engine: sa.Engine, schema: str, monkeypatch: pytest.MonkeyPatch, soft_limit: signal.Signals, step: str
+) -> None:
+    """G26: whatever a handler raises, it does so when the connection is surely lent, or surely given back."""
+    stores = Stores.open(engine.url, schema=schema)
+    stores.effects.lookup("warm")
+    undisturbed = getattr(_connection, step)
+
+    def struck(*args: object) -> object:
+        answer = undisturbed(*args)
+        signal.raise_signal(soft_limit)
+        return answer
+
+    monkeypatch.setattr(_connection, step, struck)
+    with pytest.raises(SoftTimeLimitError) as interrupted:
+        stores.effects.lookup("k")
+    assert interrupted.tb is not None, "its frames keep what was lost from being collected into the pool"
+    assert_clean(stores.engine)
+    stores.close()
