@@ -14,7 +14,7 @@ __all__ = ["CASES", "MANY", "Case", "Operations", "fresh_names", "prepare"]
 
 UPSERT = "INSERT INTO floor VALUES (%s, 1, 'x') ON CONFLICT (key) DO UPDATE SET n = floor.n + 1"
 UPDATE = "UPDATE floor SET n = n + 1 WHERE key = %s"
-SELECT = "SELECT * FROM floor WHERE key = %s"
+SELECT = "SELECT * FROM pgref.effect_action WHERE key = %s"
 KNOWN = Action("known", "known", retry_safety=RetrySafety.SAFE)
 BUSINESS_ROWS = [f"row {number}" for number in range(1000)]
 MANY = 100

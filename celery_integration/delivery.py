@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -65,12 +66,20 @@ def come_back(
     if request.called_directly or request.is_eager:
         raise EffectBusy(f"{key!r} is busy", key=key, retry_after_seconds=seconds)
     countdown = seconds + random.uniform(0, JITTER_SECONDS_MAX)  # noqa: S311  spreads load, guards nothing
+    if _counts_whole_seconds(task.app):
+        countdown = max(1, math.ceil(countdown))
     try:
         _signature(task, args, kwargs, countdown=countdown).apply_async()
     except Exception as error:
         logger.warning("cannot send %s back to its queue: %s", key, error)
         raise Reject(error, requeue=True) from error
     raise Ignore(f"{key!r} comes back in {countdown:.1f} s")
+
+
+def _counts_whole_seconds(app: Celery) -> bool:
+    """RabbitMQ delays the messages of quorum queues itself, by whole seconds, and Celery fails on less than one."""
+    url = app.conf.broker_write_url or app.conf.broker_url or ""
+    return str(url).startswith(("amqp", "pyamqp"))
 
 
 def retry_delay_seconds(task: Task[Any, Any], error: BaseException) -> float | None:

@@ -209,6 +209,8 @@ class Effect:
 
 def refuse_to_end(connection: sa.Connection) -> None:
     """Raise `ConfigurationError` if the transaction that is about to end is that of a body which runs."""
+    if connection.invalidated:
+        return  # the transaction has ended with its connection
     key = connection.info.get(_BODY)
     if key is not None:
         raise _refusal(key)

@@ -88,8 +88,12 @@ class Attempt:
 
 
 def _retry_due(call: Call, error: BaseException) -> float | None:
-    """Return when a retry is due: its message is on its way, the database sends another only if that one is lost."""
-    delay = retry_delay_seconds(call.task, error)
+    """Return when a retry is due: its message is on its way, the database sends another only if that one is lost.
+
+    A greenlet that is killed in a shutdown ends its body too, and Celery acknowledges its message.
+    """
+    killed = not isinstance(error, (Exception, SystemExit, KeyboardInterrupt))
+    delay = 0.0 if killed else retry_delay_seconds(call.task, error)
     return None if delay is None else delay + RETRY_GRACE_SECONDS
 
 

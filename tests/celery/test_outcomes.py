@@ -94,8 +94,13 @@ def test_a_killed_child_before_the_call_is_probed_and_runs_again(shop: ModuleTyp
 
 
 @pytest.mark.parametrize("how", ["kill", "exit"])
-def test_a_process_that_dies_after_the_call_is_probed_and_not_run_again(shop: ModuleType, key: str, how: str) -> None:
-    """FC-06 (b), FC-09."""
+def test_a_process_that_dies_after_the_call_is_probed_and_not_run_again(
+    shop: ModuleType, key: str, gate: Stores, how: str
+) -> None:
+    """FC-06 (b), FC-09. Celery 5.5 drops the message of a body that exits: then the sweep settles what it left."""
+    shop.charge.delay(key, how)
+    while not shop.outside(key) or state(gate, shop.charge, key) is not State.DONE:
+        sweep(shop.app)
     assert shop.charge.delay(key, how).get(**WAIT) == {"probed": 1}
     assert len(shop.outside(key)) == 1
 
