@@ -167,7 +167,7 @@ def _settled(attempt: Attempt, error: BaseException) -> Any:
     except Refused:
         record = attempt.gate.effects.lookup(action.key)
         if record is not None and record.state is State.DONE and record.fence == lease.fence:
-            logger.error("%s is done; what followed its commit failed", action.key, exc_info=error)
+            logger.exception("%s is done; what followed its commit failed", action.key, exc_info=error)
             return load_result(record.result)
     except (Unavailable, OutcomeUnknown) as away:
         logger.warning("the commit of %s cannot be settled now: %s", action.key, away)
