@@ -341,3 +341,24 @@ if "SHOP_OPENED_IN_THE_PARENT" in os.environ:
     # Several connections at once, as a busy import would leave them in the pool.
     with gate_of(app).stores.database.raw(), gate_of(app).stores.database.raw():
         gate_of(app).effects.lookup("warm")
+
+
+@fenced_task(key="{key}", sink="external", autoretry_for=(Exception,), default_retry_delay=0, max_retries=3)
+def eager_letter(effect: Effect, key: str, how: str = "error") -> Any:
+    _apply_outside(effect, key)
+    return _end(effect, how)
+
+
+@fenced_task(key="{key}", sink="external", retry_safety="safe")
+def stalled(effect: Effect, key: str) -> Any:
+    """Somebody takes it for lost, and rules that it did not happen, while it does."""
+    from celery_integration.process import gate_of
+
+    effects = gate_of(app).effects
+    record = effects.lookup(effect.key)
+    assert record is not None
+    assert effect._held is not None
+    effects.mark_uncertain(record.action, effect._held.lease, "no sign of life")
+    effects.resolve_uncertain(record.action, Resolution(applied=False, by="ann", why="not in the ledger"))
+    _apply_outside(effect, key)
+    return {"attempt": effect.attempt}
