@@ -130,6 +130,7 @@ def celery_setup_app(
     """Return the caller's app; afterwards its connections are closed, and the app that was current is so again."""
     before: Celery = cast(Any, current_app)._get_current_object()  # noqa: SLF001  what the proxy stands for
     app = celery_setup_cls.create_setup_app(celery_setup_config, celery_setup_name)
+    app.set_current()  # another app may be: shared tasks are sent by the current one
     yield app
     app.close()
     before.set_current()

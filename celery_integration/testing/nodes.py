@@ -160,6 +160,8 @@ def running_worker(
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[LocalWorker]:
     """Run a worker of ``app`` between nodes of whatever kind. Raises ``ServerFailed`` with the end of its log."""
-    urls = {"CELERY_BROKER_URL": broker.config()["host_url"], "CELERY_RESULT_BACKEND": backend.config()["host_url"]}
+    nodes = {"BROKER_URL": broker.config()["host_url"], "RESULT_BACKEND": backend.config()["host_url"]}
+    # Without the prefix they are options of the command line, which win over all else that names a broker.
+    urls = {f"{prefix}{name}": url for name, url in nodes.items() for prefix in ("", "CELERY_")}
     with WorkerProcess(app, pool=pool, environment={**urls, **(environment or {})}) as process:
         yield LocalWorker(process)
