@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import datetime
 from threading import Event
-from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import psycopg
@@ -69,10 +68,7 @@ class _OpenSession(Database):
     def transaction(self) -> Iterator[Any]:
         """Open a transaction, or a savepoint in the one that is open."""
         with self.connection.transaction():
-            yield SimpleNamespace(connection=self.connection)
-
-    def hurry(self, connection: object) -> None:
-        """Nobody waits for this session's answers."""
+            yield self.connection
 
 
 def answer_of(call: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:

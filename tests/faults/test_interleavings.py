@@ -156,7 +156,8 @@ def _acquiring(*actions: Action) -> Call:
 def _database_effect(store: PostgresEffectStore, scene: Scene, me: str) -> None:
     """Write data and complete in one transaction."""
     with store._database.transaction() as connection:
-        connection.connection.cursor().execute(f"INSERT INTO {SCHEMA}.data VALUES (%s)", (f"data of {me}",))
+        driver = connection.connection if isinstance(connection, sa.Connection) else connection
+        driver.cursor().execute(f"INSERT INTO {SCHEMA}.data VALUES (%s)", (f"data of {me}",))
         store.complete_within(connection, KEY, scene.lease, f"of {me}")
 
 
