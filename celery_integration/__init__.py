@@ -6,6 +6,7 @@ from celery_integration.effect import Applied, Effect, NotApplied, Unknown
 from celery_integration.errors import ConfigurationError, EffectBusy, EffectUncertain
 from celery_integration.schedule import schedule
 from celery_integration.settings import install
+from celery_integration.task import FencedTask
 from pgref.contracts.effects import RetrySafety
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Effect",
     "EffectBusy",
     "EffectUncertain",
+    "FencedTask",
     "NotApplied",
     "RetrySafety",
     "Unknown",

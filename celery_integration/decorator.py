@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
@@ -143,7 +144,8 @@ def fenced_task(
     ``single_commit``: judge, body and completion of a short database effect are one commit. There is no lease to renew
     and no intent to expire; a copy that arrives meanwhile is told at once, and comes back.
     ``max_attempts``: a key that was granted so often waits for a person (``fenced_max_attempts`` if not given).
-    All other options are Celery's own.
+    All other options are Celery's own. A class of yours as ``base`` keeps its hooks and is made a `FencedTask` if it is
+    none.
 
     Raises `InvalidArgument` or `ConfigurationError` where the decorator stands.
     """
@@ -175,12 +177,21 @@ def _task(function: Callable[..., Any], policy: Policy, options: dict[str, Any])
         raise ConfigurationError("fenced_task makes the task itself: take the other task decorator away")
     if options.pop("bind", False):
         raise ConfigurationError("bind is not needed: the task is effect.task")
+    base = _base(options.pop("base", FencedTask))
     definition = Definition(function, policy)
     # Celery's own signals and our refusals are answers, not failures to try again.
     options["dont_autoretry_for"] = (*options.get("dont_autoretry_for", ()), PgrefError, Reject)
     share: Any = shared_task
-    proxy = share(base=FencedTask, bind=True, definition=definition, **options)(_run(definition))
+    proxy = share(base=base, bind=True, definition=definition, **options)(_run(definition))
     return FencedFunction(definition, proxy._get_current_object)  # noqa: SLF001  what a Proxy stands for
+
+
+def _base(base: Any) -> type[FencedTask]:
+    if not (isinstance(base, type) and issubclass(base, Task)):
+        raise ConfigurationError(f"base must be a class of tasks, not {base!r}")
+    if issubclass(base, FencedTask):
+        return base
+    return types.new_class("FencedBase", (FencedTask, base), exec_body=lambda names: names.update(abstract=True))
 
 
 def _run(definition: Definition) -> Callable[..., Any]:

@@ -13,9 +13,13 @@ from typing import Any, TypeVar
 
 import redis
 import sqlalchemy as sa
-from celery import Celery, shared_task
+from celery import Celery, Task, shared_task
+from celery.exceptions import Reject
+from celery.signals import before_task_publish
 
-from celery_integration import Applied, Effect, NotApplied, Unknown, fenced_task, install, schedule
+import celery_integration.errors
+import pgref.errors
+from celery_integration import Applied, Effect, FencedTask, NotApplied, Unknown, fenced_task, install, schedule
 from pgref.contracts.effects import Granted, Resolution
 from pgref.errors import OutcomeUnknown
 from pgref.redis import Recorder, RedisSink
@@ -52,6 +56,24 @@ class AwkwardError(Exception):
     def __init__(self, first: str, second: int) -> None:
         super().__init__(first)
         self.second = second
+
+
+@before_task_publish.connect(weak=False)
+def _count(sender: str, body: Any, headers: dict[str, Any], **_: Any) -> None:
+    args = body[0]
+    if args and isinstance(args[0], str):
+        with (LEDGER / f"sent {args[0]}").open("a") as ledger:
+            ledger.write(f"{headers['id']}\n")
+
+
+def sent(key: str) -> list[str]:
+    """The ids of all messages that were sent for a key, by callers and by workers, one for each message."""
+    return outside(f"sent {key}")
+
+
+def messages() -> int:
+    """How many messages the broker still holds."""
+    return int(redis_client.llen("celery")) + int(redis_client.hlen("unacked"))
 
 
 def outside(key: str) -> list[str]:
@@ -362,3 +384,44 @@ def stalled(effect: Effect, key: str) -> Any:
     effects.resolve_uncertain(record.action, Resolution(applied=False, by="ann", why="not in the ledger"))
     _apply_outside(effect, key)
     return {"attempt": effect.attempt}
+
+
+class Audited(Task):  # type: ignore[type-arg]
+    """A class of the user's, with a hook."""
+
+    abstract = True
+
+    def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+        with (LEDGER / f"audit {args[0]}").open("a") as ledger:
+            ledger.write("ok\n")
+
+
+class AuditedFencedTask(FencedTask):
+    """The same for a class that is made for fenced tasks."""
+
+    abstract = True
+    on_success = Audited.on_success
+
+
+@fenced_task(key="{key}", base=Audited)
+def audited(effect: Effect, key: str) -> Any:
+    effect.session.execute(sa.insert(entry).values(key=key, cents=5))
+    return _end(effect, "return")
+
+
+@fenced_task(key="{key}", base=AuditedFencedTask, scope="audited")
+def audited_as_well(effect: Effect, key: str) -> Any:
+    effect.session.execute(sa.insert(entry).values(key=key, cents=5))
+    return _end(effect, "return")
+
+
+@shared_task(bind=True, max_retries=1)
+def raise_ours(self: Any, name: str, how: str) -> None:
+    error = getattr(celery_integration.errors, name, None) or getattr(pgref.errors, name)
+    match how:
+        case "plain":
+            raise error("ours", key="k")
+        case "rejected":
+            raise Reject(error("ours", key="k"), requeue=False)
+        case "retried":
+            raise self.retry(exc=error("ours", key="k"), countdown=0)

@@ -30,6 +30,9 @@ def test_ten_copies_at_once(shop: ModuleType, key: str, entries: Entries) -> Non
     results = [shop.book.delay(key, "renew") for _ in range(10)]
     assert [result.get(**WAIT) for result in results] == [{"attempt": 1}] * 10
     assert entries(key) == [5]
+    assert set(shop.sent(key)) == {result.id for result in results}
+    while shop.messages():
+        pass
 
 
 @pytest.mark.usefixtures("worker")

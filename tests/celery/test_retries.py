@@ -31,6 +31,7 @@ def test_a_definite_failure_is_retried_as_often_as_asked(
         shop.eager_beaver.delay(key, "error").get(**WAIT)
     assert entries(key) == []
     assert attempts(gate, shop.eager_beaver, key) == (4, State.FREE)
+    assert len(shop.sent(key)) == 4
 
 
 @pytest.mark.usefixtures("worker")
@@ -38,7 +39,7 @@ def test_an_ambiguous_failure_is_not_repeated_by_a_retry(shop: ModuleType, key: 
     """FC-16: the retry finds it uncertain, which nothing retries."""
     with pytest.raises(EffectUncertain):
         shop.eager_letter.delay(key).get(**WAIT)
-    assert len(shop.outside(key)) == 1
+    assert (len(shop.outside(key)), len(shop.sent(key))) == (1, 2)
     assert attempts(gate, shop.eager_letter, key) == (1, State.UNCERTAIN)
 
 
@@ -50,6 +51,7 @@ def test_a_copy_that_meets_the_first_uses_up_no_retries(
     results = [shop.eager_beaver.delay(key, "renew") for _ in range(5)]
     assert [result.get(**WAIT) for result in results] == [{"attempt": 1}] * 5
     assert entries(key) == [1]
+    assert set(shop.sent(key)) == {result.id for result in results}
     assert attempts(gate, shop.eager_beaver, key) == (1, State.DONE)
 
 

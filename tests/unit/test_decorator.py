@@ -7,9 +7,9 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from celery import Celery, shared_task
+from celery import Celery, Task, shared_task
 
-from celery_integration import ConfigurationError, Effect, NotApplied, fenced_task, install
+from celery_integration import ConfigurationError, Effect, FencedTask, NotApplied, fenced_task, install
 from celery_integration.settings import Settings
 from pgref.errors import InvalidArgument
 
@@ -139,6 +139,7 @@ def test_a_bad_template_fails_at_import(template: Any) -> None:
         ({"max_attempts": True}, InvalidArgument, "^max_attempts must be"),
         ({"sink": "external", "not_applied": ("ValueError",)}, InvalidArgument, "^not_applied must hold"),
         ({"bind": True}, ConfigurationError, "^bind is not needed"),
+        ({"base": object}, ConfigurationError, "^base must be a class of tasks"),
         ({"scope": ""}, InvalidArgument, "^scope must be"),
     ],
 )
@@ -204,3 +205,17 @@ def test_a_bad_setting_is_refused_with_its_name(settings: dict[str, Any], messag
     app = Celery("settings", set_as_current=False)
     with pytest.raises(InvalidArgument, match=message):
         install(app, dsn="postgresql://somewhere/db", **settings)
+
+
+def test_a_base_of_the_users_stays_a_fenced_task() -> None:
+    class Audited(Task):  # type: ignore[type-arg]
+        abstract = True
+        acks_late = False
+
+    @fenced_task(base=Audited, name="with_base")
+    def with_base(effect: Effect) -> None: ...
+
+    task = with_base._get_current_object()
+    assert isinstance(task, FencedTask)
+    assert isinstance(task, Audited)
+    assert task.acks_late
