@@ -294,6 +294,14 @@ def stubborn(effect: Effect, key: str, how: str = "error") -> Any:
     return _end(effect, "return" if how == "third" and effect.attempt > 2 else "error")
 
 
+@fenced_task(key="{key}", max_attempts=2)
+def doomed(effect: Effect, key: str) -> Any:
+    """Kills its process, every time."""
+    with (LEDGER / key).open("a") as ledger:
+        ledger.write(f"{effect.attempt}\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Wall(RedisSink):
     """A sink whose answer can get lost."""
 

@@ -11,7 +11,7 @@ import pytest
 from billiard.exceptions import TimeLimitExceeded
 
 from celery_integration import EffectBusy, EffectUncertain, NotApplied, errors
-from celery_integration.reconcile import sweep
+from celery_integration.reconcile import NEEDS_A_PERSON, sweep
 from pgref.contracts.effects import State
 from pgref.postgres import Stores
 
@@ -69,6 +69,18 @@ def test_an_exception_that_cannot_be_unpickled(shop: ModuleType, key: str, entri
         shop.book.delay(key, how).get(**WAIT)
     assert shop.ping.delay().get(**WAIT) == "pong"
     assert entries(key) == []
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_body_that_kills_its_process_every_time(shop: ModuleType, key: str, gate: Stores) -> None:
+    """FC-07: attempts count on the key, whatever the ids of its messages; what is one too many is acknowledged."""
+    for _ in range(3):
+        shop.doomed.delay(key)
+    while (record := gate.effects.lookup(f"{shop.doomed.name}:{key}")) is None or record.reason != NEEDS_A_PERSON:
+        pass
+    while shop.messages():
+        pass
+    assert (shop.outside(key), state(gate, shop.doomed, key)) == (["1", "2"], State.UNCERTAIN)
 
 
 OURS = [
