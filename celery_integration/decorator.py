@@ -111,6 +111,8 @@ def fenced_task(
     not_applied: tuple[type[BaseException], ...] = ...,
     single_commit: bool = ...,
     max_attempts: int | None = ...,
+    settle_seconds: float | None = ...,
+    trust_late_results: bool = ...,
     **task_options: Any,
 ) -> Callable[[Callable[Concatenate[Effect, P], R]], FencedFunction[P, R]]: ...
 def fenced_task(
@@ -126,6 +128,8 @@ def fenced_task(
     not_applied: tuple[type[BaseException], ...] = (),
     single_commit: bool = False,
     max_attempts: int | None = None,
+    settle_seconds: float | None = None,
+    trust_late_results: bool = False,
     **task_options: Any,
 ) -> Any:
     """Make a Celery task that takes effect once. Works as ``shared_task``, bare or with options.
@@ -144,6 +148,9 @@ def fenced_task(
     ``single_commit``: judge, body and completion of a short database effect are one commit. There is no lease to renew
     and no intent to expire; a copy that arrives meanwhile is told at once, and comes back.
     ``max_attempts``: a key that was granted so often waits for a person (``fenced_max_attempts`` if not given).
+    ``settle_seconds``: how long after its failure what an external effect did may still be invisible at the provider;
+    its probe is not asked before. ``trust_late_results``: an attempt that ended well, but too late to be recorded, has
+    taken effect; without it that is only told to the probe (``effect.late_results()``).
     All other options are Celery's own. A class of yours as ``base`` keeps its hooks and is made a `FencedTask` if it is
     none.
 
@@ -161,6 +168,8 @@ def fenced_task(
         not_applied=tuple(not_applied),
         single_commit=single_commit,
         max_attempts=max_attempts,
+        settle_seconds=settle_seconds,
+        trust_late_results=trust_late_results,
     )
     return functools.partial(_task, policy=policy, options=task_options)
 

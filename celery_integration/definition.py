@@ -51,11 +51,17 @@ class Policy:
     not_applied: tuple[type[BaseException], ...] = ()
     single_commit: bool = False
     max_attempts: int | None = None
+    settle_seconds: float | None = None
+    trust_late_results: bool = False
 
     def __post_init__(self) -> None:
         self._check_sink()
         if self.lease_seconds is not None:
             valid_ttl(self.lease_seconds, "lease_seconds")
+        if self.settle_seconds is not None:
+            valid_ttl(self.settle_seconds, "settle_seconds")
+        if not isinstance(self.trust_late_results, bool):
+            raise InvalidArgument(f"trust_late_results must be a bool, not {type(self.trust_late_results).__name__}")
         if self.max_attempts is not None:
             valid_limit(self.max_attempts, "max_attempts")
         if self.scope is not None:
@@ -74,6 +80,10 @@ class Policy:
             raise ConfigurationError("retry_safety='unsafe' contradicts a database sink: not done means not applied")
         if self.in_transaction and self.not_applied:
             raise ConfigurationError("not_applied is for sink='external': any exception undoes a database effect")
+        if self.in_transaction and (self.settle_seconds, self.trust_late_results) != (None, False):
+            raise ConfigurationError(
+                "settle_seconds and trust_late_results are not for a database sink: nobody is asked"
+            )
         if not isinstance(self.single_commit, bool):
             raise InvalidArgument(f"single_commit must be a bool, not {type(self.single_commit).__name__}")
         if self.single_commit and self.sink != "database":

@@ -66,10 +66,17 @@ class Effect:
     """One attempt at a side effect, or the probe's view of it."""
 
     def __init__(
-        self, task: Task[Any, Any], action: Action, *, fence: int, attempt: int, held: HeldLease | None = None
+        self,
+        task: Task[Any, Any],
+        action: Action,
+        *,
+        fence: int,
+        attempt: int,
+        held: HeldLease | None = None,
+        late_results: Callable[[], list[Any]] = list,
     ) -> None:
         self.task = task
-        """The Celery task: ``effect.task.request`` and all that ``bind=True`` would give."""
+        """The Celery task: ``effect.task.request`` and all that ``bind=True`` would give. A probe has no request."""
         self.key = action.key
         """The key with its scope, as the store knows it."""
         self.resource = action.resource
@@ -77,6 +84,8 @@ class Effect:
         """The fencing token to hand to a sink that compares. In a probe, the fence to seal the sink with."""
         self.attempt = attempt
         """How many times this key has been granted, this attempt included."""
+        self.late_results = late_results
+        """In a probe: call it for the results of attempts that ended well, but too late to be recorded (G17)."""
         self.started = False
         """True once `ensure_held` was called: from then on something may have gone out."""
         self._held = held

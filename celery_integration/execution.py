@@ -15,7 +15,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_integration.delivery import retry_delay_seconds
 from celery_integration.effect import Effect, NotApplied, RetryLater
 from celery_integration.process import Gate
-from celery_integration.results import dump_result, load_result
+from celery_integration.results import dump_result, load_result, told
 from pgref import signals
 from pgref.contracts.effects import Granted, Outcome, State
 from pgref.errors import FenceError, OutcomeUnknown, PgrefError, Refused, Unavailable
@@ -76,8 +76,7 @@ class Attempt:
 
     def mark(self, error: BaseException) -> None:
         """Say that it may have happened. If the store is away, the intent stands and expires into the same state."""
-        reason = f"{type(error).__name__}: {error}"[:500].replace("\0", "").encode("utf-8", "replace").decode()
-        self.mark_because(reason)
+        self.mark_because(told(error))
 
     def mark_because(self, reason: str) -> None:
         """As `mark`, with a reason in words."""

@@ -1,30 +1,33 @@
-"""Uncertain effects: ask the outside world, rule, and dispatch again what is free and still wanted."""
+"""Uncertain effects: plan what to do about one, look into it, and rule or put it off."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from enum import StrEnum
 
-from celery import Celery
-from kombu.utils import json
-
-from celery_integration.definition import Call, Definition, Verdict
-from celery_integration.delivery import signature_of
+from celery_integration.definition import Call, Definition
 from celery_integration.effect import Applied, Effect, NotApplied, Unknown
-from celery_integration.process import Gate, gate_of
-from celery_integration.results import dump_result
+from celery_integration.probing import ask
+from celery_integration.process import Gate
+from celery_integration.results import dump_result, load_result, storable, told
 from pgref.contracts.effects import Action, EffectRecord, ReconcileClaim, Resolution, RetrySafety, Ruling
-from pgref.errors import FenceStale, NotUncertain, ReconcileTaken, UnsafeNotRetryable
+from pgref.errors import FenceStale, NotUncertain, ReconcileDeferred, ReconcileTaken, UnsafeNotRetryable
 
-__all__ = ["NEEDS_A_PERSON", "Step", "may_run", "reconcile", "step_for", "sweep"]
+__all__ = ["NEEDS_A_PERSON", "Later", "Step", "Todo", "carry_out", "may_run", "plan", "reconcile", "store_time"]
 
 logger = logging.getLogger(__name__)
 
 NEEDS_A_PERSON = "needs a person: it was attempted too often"
 """The reason of an effect that is not run any more, whatever its task allows."""
+
+SETTLING = "waits for its provider to settle"
+
+BACKOFF_DOUBLINGS_MAX = 6
+LOOKS_AT_UNSAFE_MAX = 5
+"""So often *not applied* is heard of an unsafe effect, since it may land late, before the key is parked."""
 
 
 class Step(StrEnum):
@@ -36,17 +39,62 @@ class Step(StrEnum):
     """Running it again is harmless and nothing can be asked: rule *not applied*."""
     PROBE = "probe"
     """Ask the probe."""
-    LEAVE = "leave"
+    WAIT = "wait"
+    """Put it off."""
+    PARK = "park"
     """Only a person can tell."""
 
 
-def step_for(definition: Definition) -> Step:
-    """Return what the policy of a task allows for its uncertain effects."""
+@dataclass(frozen=True, slots=True)
+class Todo:
+    """What to do about one record, why, and for how long to put it off."""
+
+    record: EffectRecord
+    step: Step
+    note: str = ""
+    wait_seconds: float = 0.0
+
+
+def plan(backlog: Iterable[tuple[EffectRecord, Definition | None]], now: datetime, pause_seconds: float) -> list[Todo]:
+    """Say what to do about each uncertain effect; its definition is None where its task is not known.
+
+    ``now`` is the store's time. ``pause_seconds`` lie between the first look and the second, and double from there.
+    """
+    return [_todo(record, definition, now, pause_seconds) for record, definition in backlog]
+
+
+def _todo(record: EffectRecord, definition: Definition | None, now: datetime, pause_seconds: float) -> Todo:
+    if record.reason == NEEDS_A_PERSON:
+        return Todo(record, Step.PARK, NEEDS_A_PERSON)
+    if definition is None:
+        if record.payload is None:
+            return Todo(record, Step.PARK, "its message could not be kept, so nothing can be asked")
+        return Todo(
+            record,
+            Step.WAIT,
+            "its message cannot be read here, or its task is not known",
+            _pause(record, pause_seconds),
+        )
     if definition.policy.in_transaction:
-        return Step.NOT_APPLIED
+        return Todo(record, Step.NOT_APPLIED, "no commit, so no effect")
+    unsettled = _unsettled_seconds(record, definition, now)
+    if unsettled > 0:
+        return Todo(record, Step.WAIT, SETTLING, unsettled)
     if definition.probe is not None:
-        return Step.PROBE
-    return Step.FREE if definition.policy.safety is RetrySafety.SAFE else Step.LEAVE
+        return Todo(record, Step.PROBE)
+    if definition.policy.safety is RetrySafety.SAFE:
+        return Todo(record, Step.FREE, "safe to run again")
+    return Todo(record, Step.PARK, "needs a person: no probe can be asked, and it is not safe to run again")
+
+
+def _unsettled_seconds(record: EffectRecord, definition: Definition, now: datetime) -> float:
+    if record.uncertain_at is None:
+        return 0.0
+    return (definition.policy.settle_seconds or 0.0) - (now - record.uncertain_at).total_seconds()
+
+
+def _pause(record: EffectRecord, pause_seconds: float) -> float:
+    return float(pause_seconds * 2 ** min(max(record.looks - 1, 0), BACKOFF_DOUBLINGS_MAX))
 
 
 def may_run(gate: Gate, call: Call, attempt: int) -> bool:
@@ -54,138 +102,127 @@ def may_run(gate: Gate, call: Call, attempt: int) -> bool:
     allowed = call.definition.policy.max_attempts or gate.settings.max_attempts
     if attempt <= allowed:
         return True
-    parked = [entry for entry in gate.effects.history(call.action.key) if entry.why == NEEDS_A_PERSON]
-    return attempt < (allowed + 1) * (len(parked) + 1)  # the grant that was not run counts as well
+    history = gate.effects.history(call.action.key)
+    refused = [entry for entry in history if (entry.event, entry.why) == ("marked", NEEDS_A_PERSON)]
+    return attempt < (allowed + 1) * (len(refused) + 1)  # the grant that was not run counts as well
 
 
-def reconcile(gate: Gate, call: Call, reason: str) -> Ruling | None:
-    """Try to settle the uncertain effect of ``call`` and return the ruling, or None if it stays uncertain.
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Nothing is known yet, and somebody looks or will: ask again after this time."""
+
+    seconds: float
+
+
+def reconcile(gate: Gate, call: Call, reason: str) -> Ruling | Later | None:
+    """Try to settle the uncertain effect of ``call``; None if it stays uncertain.
 
     At most one reconciler asks the probe at a time; a probe that fails or cannot tell is asked again after
-    ``fenced_reconcile_seconds``. A sink that can be sealed is sealed first, so that what is seen then is final (G27).
+    ``fenced_reconcile_seconds``, then after twice that, and so on. A sink that can be sealed is sealed first, so that
+    what is seen then is final (G27).
     """
     effects, action, by = gate.effects, call.action, f"{call.task.name} on {call.worker}"
-    step = step_for(call.definition)
-    if step is Step.LEAVE or reason == NEEDS_A_PERSON:
+    if reason == NEEDS_A_PERSON:
         return None
     try:
-        if step is Step.NOT_APPLIED:
+        if call.definition.policy.in_transaction:
             return effects.resolve_uncertain(action, Resolution(False, by=by, why="no commit, so no effect"))
-        seal = getattr(call.definition.policy.sink, "seal", None)
-        if step is Step.FREE and seal is None:
-            return effects.resolve_uncertain(action, Resolution(False, by=by, why="safe to run again"))
         claim = effects.begin_reconcile(action, gate.settings.reconcile_seconds)
-        if seal is not None and not _sealed(seal, claim):
-            return None
-        if step is Step.FREE:
-            ruling = Resolution(False, by=by, why="sealed, and safe to run again")
-            return effects.resolve_uncertain(action, ruling, claim=claim)
-        effect = Effect(call.task, action, fence=claim.fence, attempt=0)
-        return _rule(gate, action, claim, _ask(call, effect), by)
-    except (ReconcileTaken, UnsafeNotRetryable):
-        return None
+        record = effects.lookup(action.key)
+        if record is None:
+            raise NotUncertain(key=action.key)
+        [todo] = plan([(record, call.definition)], store_time(gate, claim), gate.settings.reconcile_seconds)
+        match carry_out(gate, call, todo, claim, by):
+            case Ruling() as ruling:
+                return ruling
+            case Todo(note=note, wait_seconds=seconds):
+                return Later(seconds) if note == SETTLING else None
+    except ReconcileTaken as taken:
+        # Without a time it is our own claim that has passed to another while we looked.
+        return None if taken.retry_after_seconds is None else Later(taken.retry_after_seconds)
+    except ReconcileDeferred as deferred:
+        record = effects.lookup(action.key)
+        settling = record is not None and record.note == SETTLING
+        return Later(deferred.retry_after_seconds or 0.0) if settling else None
     except NotUncertain:
         # Somebody ruled, or completed late, since it was found uncertain: the gate knows.
         return Ruling(False, None)
 
 
-def _sealed(seal: Callable[[str, int], None], claim: ReconcileClaim) -> bool:
-    """Shut the uncertain attempt out of its sink, and say whether it is."""
+def store_time(gate: Gate, claim: ReconcileClaim) -> datetime:
+    """Return the store's time when the claim was given."""
+    return claim.expires_at - timedelta(seconds=gate.settings.reconcile_seconds)
+
+
+def carry_out(gate: Gate, call: Call | None, todo: Todo, claim: ReconcileClaim, by: str) -> Ruling | Todo:
+    """Do what was planned. If that settles nothing, give the claim back, and return why and for how long."""
+    found = _look(gate, call, todo, claim, by)
+    if isinstance(found, Resolution):
+        try:
+            return _rule(gate, todo.record.action, found, claim)
+        except UnsafeNotRetryable:
+            found = _unsafe(gate, todo.record)
+    seconds = None if found.step is Step.PARK else found.wait_seconds
+    gate.effects.defer_reconcile(claim, seconds, note=found.note, by=by)
+    return found
+
+
+def _rule(gate: Gate, action: Action, ruling: Resolution, claim: ReconcileClaim) -> Ruling:
+    if ruling.applied:
+        return gate.effects.resolve_uncertain(action, ruling)
+    # What was not there when the probe looked may be there now, if the claim has passed to another.
+    return gate.effects.resolve_uncertain(action, ruling, claim=claim)
+
+
+def _look(gate: Gate, call: Call | None, todo: Todo, claim: ReconcileClaim, by: str) -> Resolution | Todo:
+    """Find out what happened: return a ruling, or why and for how long to wait for one."""
+    record = todo.record
+    if call is not None and call.definition.policy.trust_late_results:
+        for late in gate.effects.evidence(record.key):
+            return Resolution(True, late.result, by=by, why=f"completed too late, with fence {late.fence}")
+    if todo.step is Step.NOT_APPLIED:
+        return Resolution(False, by=by, why=todo.note)
+    if call is None or todo.step in (Step.WAIT, Step.PARK):
+        return todo
+    waiting = Todo(record, Step.WAIT, wait_seconds=_pause(record, gate.settings.reconcile_seconds))
+    seal = getattr(call.definition.policy.sink, "seal", None)
+    if seal is not None and (failed := _sealed(seal, claim)):
+        return replace(waiting, note=f"its sink cannot be sealed: {failed}")
+    if todo.step is Step.FREE:
+        return Resolution(False, by=by, why=todo.note)
+    effect = Effect(
+        call.task,
+        record.action,
+        fence=claim.fence,
+        attempt=record.attempt,
+        late_results=lambda: [load_result(late.result) for late in gate.effects.evidence(record.key)],
+    )
+    match ask(call, effect, gate.settings.probe_limit_seconds):
+        case Applied(result=result):
+            text, _ = dump_result(record.key, result, gate.settings.result_bytes_max)
+            return Resolution(True, text, by=by, why="probe: applied")
+        case NotApplied() as verdict:
+            why = f"probe: not applied {storable(str(verdict))}".strip()
+            return Resolution(False, by=by, why=why, force_retryable=verdict.force)
+        case Unknown(why=why):
+            return replace(waiting, note=f"probe: {storable(why) or 'cannot tell'}")
+
+
+def _unsafe(gate: Gate, record: EffectRecord) -> Todo:
+    """Look again at an unsafe effect that is not there, since it may land late, but not for ever."""
+    note = "needs a person: it is not there, and not safe to run again"
+    if record.looks >= LOOKS_AT_UNSAFE_MAX:
+        return Todo(record, Step.PARK, note)
+    return Todo(record, Step.WAIT, note, _pause(record, gate.settings.reconcile_seconds))
+
+
+def _sealed(seal: Callable[[str, int], None], claim: ReconcileClaim) -> str | None:
+    """Shut the uncertain attempt out of its sink; return what failed."""
     try:
         seal(claim.resource, claim.fence)
     except FenceStale:
-        return True  # a newer fence has shut it out already
-    except Exception:
-        logger.exception("cannot seal the sink of %s now", claim.key)
-        return False
-    return True
-
-
-def _ask(call: Call, effect: Effect) -> Verdict:
-    probe = call.definition.probe
-    assert probe is not None
-    try:
-        verdict = probe(effect, *call.args, **call.kwargs)
+        return None  # a newer fence has shut it out already
     except Exception as error:
-        logger.exception("the probe of %s failed", call.action.key)
-        return Unknown(f"{type(error).__name__}: {error}")
-    if not isinstance(verdict, (Applied, NotApplied, Unknown)):
-        logger.error("the probe of %s returned %r, not Applied, NotApplied or Unknown", call.action.key, type(verdict))
-        return Unknown("no verdict")
-    return verdict
-
-
-def _rule(gate: Gate, action: Action, claim: ReconcileClaim, verdict: Verdict, by: str) -> Ruling | None:
-    match verdict:
-        case Unknown():
-            return None
-        case Applied(result=result):
-            text, _ = dump_result(action.key, result, gate.settings.result_bytes_max)
-            return gate.effects.resolve_uncertain(action, Resolution(True, text, by=by, why="probe: applied"))
-        case NotApplied():
-            why = f"probe: not applied {verdict}".strip()
-            ruling = Resolution(False, by=by, why=why, force_retryable=verdict.force)
-            # What was not there when the probe looked may be there now, if the claim has passed to another.
-            return gate.effects.resolve_uncertain(action, ruling, claim=claim)
-
-
-@dataclass(frozen=True, slots=True)
-class Swept:
-    """What one sweep did, in keys."""
-
-    expired: int
-    settled: int
-    left: int
-    dispatched: int
-
-
-def sweep(app: Celery) -> Swept:
-    """Expire what is overdue, settle what can be settled, dispatch what is free and still wanted.
-
-    Any number of sweeps can run at once. Raises `Unavailable` if the database is away; nothing is lost by that.
-    """
-    gate = gate_of(app)
-    batch = gate.settings.sweep_batch_max
-    expired = gate.effects.expire_intents(batch)
-    settled = Counter(_settle(app, gate, record) for record in gate.effects.unclaimed_backlog(batch))
-    due = gate.effects.claim_due(batch, gate.settings.redispatch_seconds)
-    dispatched = sum(_dispatch(app, record) for record in due)
-    return Swept(expired, settled[True], settled[False], dispatched)
-
-
-def _settle(app: Celery, gate: Gate, record: EffectRecord) -> bool:
-    try:
-        call = _call_of(app, gate, record)
-        if call is None or step_for(call.definition) is Step.LEAVE or record.reason == NEEDS_A_PERSON:
-            # Claimed all the same, so that the next sweep begins with those that were looked at longest ago.
-            gate.effects.begin_reconcile(record.action, gate.settings.reconcile_seconds)
-            return False
-        return reconcile(gate, call, record.reason or "") is not None
-    except (ReconcileTaken, NotUncertain):
-        return False
-    except Exception:
-        logger.exception("cannot settle %s now", record.key)
-        return False
-
-
-def _call_of(app: Celery, gate: Gate, record: EffectRecord) -> Call | None:
-    if record.payload is None:
-        return None
-    message = json.loads(record.payload)
-    task = app.tasks.get(message["task"])
-    definition = getattr(task, "definition", None)
-    if task is None or not isinstance(definition, Definition):
-        logger.error("%s is of task %s, which is not known here", record.key, message["task"])
-        return None
-    return Call(task, definition, record.action, tuple(message["args"]), message["kwargs"], gate.settings.lease_seconds)
-
-
-def _dispatch(app: Celery, record: EffectRecord) -> bool:
-    assert record.payload is not None
-    try:
-        signature_of(app, record.payload).apply_async()
-    except Exception:
-        logger.exception("cannot dispatch %s now", record.key)
-        return False
-    logger.info("dispatched %s again", record.key)
-    return True
+        logger.exception("cannot seal the sink of %s now", claim.key)
+        return told(error)
+    return None

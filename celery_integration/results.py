@@ -7,9 +7,11 @@ from typing import Any
 
 from kombu.utils import json
 
-__all__ = ["dump_result", "load_result"]
+__all__ = ["dump_result", "load_result", "storable", "told"]
 
 logger = logging.getLogger(__name__)
+
+CHARACTERS_MAX = 500
 
 
 def dump_result(key: str, value: Any, bytes_max: int) -> tuple[str, Any]:
@@ -23,18 +25,23 @@ def dump_result(key: str, value: Any, bytes_max: int) -> tuple[str, Any]:
             return text, value
         reason = f"{len(text)} bytes are more than fenced_result_bytes_max = {bytes_max}"
     except Exception as error:
-        reason = _told(error)
+        reason = told(error)
     logger.error("the result of %s is not kept: %s", key, reason)
     marker = {"fenced": "result not kept", "reason": reason}
     return json.dumps(marker), marker
 
 
-def _told(error: Exception) -> str:
-    """Return the error in a line; one whose text fails in its turn is only named."""
+def told(error: BaseException) -> str:
+    """Return the error in a line that can be stored; one whose text fails in its turn is only named."""
     try:
-        return f"{type(error).__name__}: {error}"[:200]
+        return storable(f"{type(error).__name__}: {error}")
     except Exception:
         return type(error).__name__
+
+
+def storable(text: str) -> str:
+    """Return the beginning of ``text``, without what no database keeps."""
+    return text[:CHARACTERS_MAX].replace("\0", "").encode("utf-8", "replace").decode()
 
 
 def load_result(text: str | None) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import asdict
 from typing import Any
 
 from celery import Celery, Task, shared_task
 
-from celery_integration.reconcile import sweep
 from celery_integration.settings import Settings
+from celery_integration.sweep import sweep
 from pgref.errors import Unavailable
 
 __all__ = ["schedule", "sweep_task"]
@@ -19,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 @shared_task(name="fenced.sweep", bind=True, ignore_result=True)
 def sweep_task(self: Task[Any, Any]) -> None:
-    """Expire, probe, rule and dispatch again; see `celery_integration.reconcile.sweep`."""
+    """Expire, probe, rule and dispatch again; see `celery_integration.sweep.sweep`."""
     try:
-        swept = sweep(self.app)
+        swept = sweep(self.app, by=f"{self.name} on {self.request.hostname or socket.gethostname()}")
     except Unavailable as error:
         logger.warning("no sweep: %s", error)
         return

@@ -28,13 +28,16 @@ class Settings:
     comeback_seconds_max: float = 5.0
     """A delivery that met another attempt comes back after that attempt's time left, but at the latest after this."""
     reconcile_seconds: float = 60.0
-    """How long a reconciler may look into one key before another may; also the pause between two looks."""
+    """How long a reconciler may look into one key before another may; also the pause between its first two looks."""
+    probe_seconds: float | None = None
+    """After this time a probe is taken to have no answer. A third of ``reconcile_seconds`` if not set, which it must
+    not exceed."""
     redispatch_seconds: float = 60.0
     """A dispatched key that no worker has taken up after this time is dispatched again."""
     sweep_seconds: float = 30.0
-    """Period of ``fenced.sweep`` on beat."""
+    """Period of ``fenced.sweep`` on beat, and how long one goes on while there is something to do."""
     sweep_batch_max: int = 500
-    """Keys that one sweep expires, probes and dispatches, each."""
+    """Keys that a sweep expires, claims or dispatches at once."""
     max_attempts: int = 100
     """A key that was granted so often runs no more and waits for a person, whose *not applied* allows as many again."""
     result_bytes_max: int = 1024 * 1024
@@ -42,12 +45,20 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name.endswith(("_seconds", "_seconds_max")):
-                valid_ttl(getattr(self, field.name), f"fenced_{field.name}")
+            value = getattr(self, field.name)
+            if field.name.endswith(("_seconds", "_seconds_max")) and (value, field.default) != (None, None):
+                valid_ttl(value, f"fenced_{field.name}")
+        if self.probe_seconds is not None and self.probe_seconds > self.reconcile_seconds:
+            raise InvalidArgument("fenced_probe_seconds must not exceed fenced_reconcile_seconds")
         valid_limit(self.sweep_batch_max, "fenced_sweep_batch_max")
         valid_limit(self.max_attempts, "fenced_max_attempts")
         if type(self.result_bytes_max) is not int or self.result_bytes_max < 1:
             raise InvalidArgument("fenced_result_bytes_max must be an int of at least 1")
+
+    @property
+    def probe_limit_seconds(self) -> float:
+        """After this time a probe is taken to have no answer."""
+        return self.reconcile_seconds / 3 if self.probe_seconds is None else self.probe_seconds
 
     @classmethod
     def of(cls, app: Celery) -> Settings:

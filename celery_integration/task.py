@@ -17,7 +17,7 @@ from celery_integration.effect import RetryLater
 from celery_integration.errors import EffectUncertain
 from celery_integration.execution import Attempt, Interrupted, Returned, run_granted, run_in_one_commit
 from celery_integration.process import Gate, gate_of
-from celery_integration.reconcile import NEEDS_A_PERSON, may_run, reconcile
+from celery_integration.reconcile import NEEDS_A_PERSON, Later, may_run, reconcile
 from celery_integration.results import load_result
 from pgref.contracts.effects import Contended, Done, Granted, InFlight, Outcome, State, Uncertain
 from pgref.errors import InvalidArgument, OutcomeUnknown, SchemaError, Unavailable
@@ -95,8 +95,11 @@ class FencedTask(Task):  # type: ignore[type-arg]
                 case InFlight(retry_after_seconds=seconds) | Contended(retry_after_seconds=seconds):
                     self._come_back(call, min(seconds, gate.settings.comeback_seconds_max))
                 case Uncertain(reason=reason):
-                    if reconcile(gate, call, reason) is None:
-                        raise _uncertain(call, reason)
+                    match reconcile(gate, call, reason):
+                        case None:
+                            raise _uncertain(call, reason)
+                        case Later(seconds=seconds):
+                            self._come_back(call, min(seconds, gate.settings.comeback_seconds_max))
 
     def _ask(self, gate: Gate, call: Call) -> Returned | Outcome:
         """Ask the gate. A message that was delivered before is likely done: then a look is enough."""

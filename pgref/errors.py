@@ -14,6 +14,7 @@ PgrefError
     │   └── LeaseLost
     ├── NotUncertain        there is nothing to rule on
     ├── ReconcileTaken      another reconciler has the claim
+    ├── ReconcileDeferred   a reconciler has put the key off
     └── UnsafeNotRetryable  only ``force_retryable`` may free this key
 
 All of them can be rebuilt from their message alone and survive pickling with their attributes.
@@ -33,6 +34,7 @@ __all__ = [
     "NotUncertain",
     "OutcomeUnknown",
     "PgrefError",
+    "ReconcileDeferred",
     "ReconcileTaken",
     "Refused",
     "ResourceMismatch",
@@ -121,6 +123,12 @@ class NotUncertain(Refused):
 
 class ReconcileTaken(Refused):
     """Another reconciler holds the claim for ``retry_after_seconds`` more."""
+
+    retry_after_seconds: float | None = None
+
+
+class ReconcileDeferred(Refused):
+    """Whoever looked last has put the key off for ``retry_after_seconds`` more, or parked it for a person (None)."""
 
     retry_after_seconds: float | None = None
 

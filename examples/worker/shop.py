@@ -25,7 +25,7 @@ app = Celery("shop", broker=settings.broker_url)
 app.conf.update(celery_settings("shop"))
 app.conf.task_routes = {"fenced.*": {"queue": "upkeep"}}
 # Everything is quicker than it would be in a real shop: here a worker dies every second.
-install(app, dsn=settings.dsn, sweep_seconds=1, reconcile_seconds=3, redispatch_seconds=6)
+install(app, dsn=settings.dsn, sweep_seconds=1, reconcile_seconds=3, probe_seconds=2, redispatch_seconds=6)
 schedule(app)
 supervise()
 

@@ -11,7 +11,18 @@ Each test's docstring begins with the guarantees that it checks. The only packag
 
 import pytest
 
-_SUITES = ("batches", "credentials", "effects", "harness", "limits", "races", "reconciliation", "sinks", "upkeep")
+_SUITES = (
+    "backlog",
+    "batches",
+    "credentials",
+    "effects",
+    "harness",
+    "limits",
+    "races",
+    "reconciliation",
+    "sinks",
+    "upkeep",
+)
 pytest.register_assert_rewrite(*[f"{__name__}.{name}" for name in _SUITES])
 
 from pgref.conformance.capabilities import Capabilities  # noqa: E402 - asserts are rewritten before the import

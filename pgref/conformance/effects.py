@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import pytest
 
+from pgref.conformance.backlog import Backlog
 from pgref.conformance.batches import Batches
 from pgref.conformance.credentials import CALLS, Credentials
 from pgref.conformance.harness import ALL, APPLIED, NOT_APPLIED, SCENES, TTL, EffectStoreHarness
@@ -284,6 +285,15 @@ class _Fingerprint(EffectStoreHarness):
 
 
 class EffectStoreConformance(
-    _Acquire, _Fingerprint, Credentials, LateCompletions, Reconciliation, Limits, Batches, Upkeep, EffectStoreRaces
+    _Acquire,
+    _Fingerprint,
+    Credentials,
+    LateCompletions,
+    Reconciliation,
+    Backlog,
+    Limits,
+    Batches,
+    Upkeep,
+    EffectStoreRaces,
 ):
     """Every guarantee of `EffectStore`. Subclass it as ``Test…`` and override `make_store`."""

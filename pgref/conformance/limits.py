@@ -43,6 +43,8 @@ class Limits(EffectStoreHarness):
             lambda: self.store.renew(action, lease, ttl),
             lambda: self.store.renew_many([(action, lease)], ttl),
             lambda: self.store.begin_reconcile(action, ttl),
+            lambda: self.store.claim_backlog(1, ttl),
+            lambda: self.store.renew_running([(action.key, lease.fence)], ttl),
             lambda: self.store.claim_due(1, ttl),
         ]
         for call in calls:
@@ -58,7 +60,7 @@ class Limits(EffectStoreHarness):
         calls: list[Callable[[], object]] = [
             lambda: self.store.expire_intents(limit),
             lambda: self.store.backlog(limit),
-            lambda: self.store.unclaimed_backlog(limit),
+            lambda: self.store.claim_backlog(limit, TTL),
             lambda: self.store.claim_due(limit, TTL),
             lambda: self.store.retain(TTL, limit),
         ]

@@ -228,7 +228,6 @@ class Reconciliation(EffectStoreHarness):
         scene = SCENES["reconciling"](self)
         self.store.resolve_uncertain(scene.action, NOT_APPLIED)
         self.marked(scene.action)
-        assert self.mine(self.store.unclaimed_backlog(ALL)) == ["key"]
         self.store.begin_reconcile(scene.action, TTL)
 
     def test_applied_is_done(self) -> None:
@@ -322,22 +321,6 @@ class Reconciliation(EffectStoreHarness):
         ruled = HistoryEntry(self.clock.now(), events[-1], scene.lease.fence, resolution.by, resolution.why)
         assert self.store.history(scene.action.key)[-1] == ruled
 
-    def test_backlog_is_oldest_first(self) -> None:
-        """G18: the backlog lists uncertain keys, the oldest first, and no others."""
-        for name in ("c", "a", "b"):
-            self.marked(self.action(name, on=name))
-            self.tick(1)
-        self.granted(self.action("live", on="live"))
-        assert self.mine(self.store.backlog(ALL)) == ["c", "a", "b"]
-        assert len(self.store.backlog(2)) == len(self.store.unclaimed_backlog(2)) == len("ab")
-
-    def test_backlog_shows_the_record(self) -> None:
-        """G18: an entry of the backlog is the key's record."""
-        action = self.action(payload="p", fingerprint="f")
-        self.marked(action)
-        assert self.record(action) in self.store.backlog(ALL)
-        assert self.record(action) in self.store.unclaimed_backlog(ALL)
-
     def test_a_ruling_by_claim_holds_for_what_was_claimed(self) -> None:
         """G18, G19: a reconciler that looked too slowly does not free the attempt that came after its claim."""
         action = self.action()
@@ -362,22 +345,3 @@ class Reconciliation(EffectStoreHarness):
         claim = self.store.begin_reconcile(action, TTL)
         self.tick()
         assert not self.store.resolve_uncertain(action, NOT_APPLIED, claim=claim).applied
-
-    def test_unclaimed_backlog_takes_turns(self) -> None:
-        """G18: what was looked at without a ruling comes after what nobody has looked at since."""
-        for name in ("a", "b", "c"):
-            self.marked(self.action(name, on=name))
-        self.store.begin_reconcile(self.action("a", on="a"), TTL)
-        self.tick(1)
-        self.store.begin_reconcile(self.action("c", on="c"), TTL)
-        self.tick()
-        assert self.mine(self.store.unclaimed_backlog(ALL)) == ["b", "a", "c"]
-
-    def test_unclaimed_backlog(self) -> None:
-        """G18: a claimed key is left out of the unclaimed backlog until the claim expires."""
-        self.marked(self.action())
-        self.store.begin_reconcile(self.action(), TTL)
-        assert self.mine(self.store.backlog(ALL)) == ["key"]
-        assert self.mine(self.store.unclaimed_backlog(ALL)) == []
-        self.tick()
-        assert self.mine(self.store.unclaimed_backlog(ALL)) == ["key"]

@@ -22,6 +22,7 @@ __all__ = [
     "Granted",
     "HistoryEntry",
     "InFlight",
+    "Kind",
     "Lease",
     "Outcome",
     "ReconcileClaim",
@@ -30,9 +31,11 @@ __all__ = [
     "RetrySafety",
     "Ruling",
     "State",
+    "Tally",
     "Uncertain",
     "valid_action",
     "valid_actions",
+    "valid_after",
     "valid_claim",
     "valid_completions",
     "valid_credentials",
@@ -41,6 +44,7 @@ __all__ = [
     "valid_leases",
     "valid_resolution",
     "valid_result",
+    "valid_running",
 ]
 
 
@@ -219,6 +223,14 @@ class EffectRecord:
     reason: str | None
     payload: str | None
     result: str | None
+    next_look_at: datetime | None
+    """Of an uncertain key: when its claim ends, or until when it was put off. None: at once, or it is parked."""
+    looks: int
+    """Of an uncertain key: how often a reconciler has claimed it."""
+    parked: bool
+    """No reconciler is given it; it waits for a person."""
+    note: str | None
+    """What the last reconciler that put it off had to say."""
 
     @property
     def action(self) -> Action:
@@ -235,6 +247,29 @@ class HistoryEntry:
     fence: int
     by: str
     why: str
+
+
+class Kind(StrEnum):
+    """What a `Tally` counts."""
+
+    UNCERTAIN = "uncertain"
+    PARKED = "parked"
+    """Uncertain, and waiting for a person."""
+    DUE = "due"
+    """Free and wanted: to be dispatched, now or later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """How many keys of one scope, the part before the first colon, share a fate, and since when the oldest does."""
+
+    kind: Kind
+    scope: str
+    reason: str | None
+    """Why they are uncertain; None for others."""
+    count: int
+    oldest_at: datetime
+    """When the oldest became uncertain, or is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +322,12 @@ class EffectStore(Protocol):
     def renew_many(self, leases: Sequence[tuple[Action, Lease]], ttl_seconds: float) -> list[Renewal]:
         """Extend many leases in one statement that waits for no row lock. Answers stand in the order asked."""
 
+    def renew_running(self, attempts: Sequence[tuple[str, int]], ttl_seconds: float) -> list[Renewal]:
+        """Extend the live attempts with these keys and fences, for somebody who has seen that they run (G13).
+
+        For bodies that leave their own process no time to renew. As `renew_many`: waits for no row lock.
+        """
+
     def mark_uncertain(self, action: Action, lease: Lease, reason: str, *, by: str = "") -> None:
         """Say that it may have happened (G14). Works when the resource has changed hands; raises the fence errors."""
 
@@ -300,8 +341,29 @@ class EffectStore(Protocol):
         Raises the fence errors.
         """
 
-    def begin_reconcile(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> ReconcileClaim:
-        """Claim the right to look into an uncertain key (G18, G27). Raises `NotUncertain` or `ReconcileTaken`."""
+    def begin_reconcile(
+        self, action: Action, ttl_seconds: float, *, holder: UUID | None = None, early: bool = False
+    ) -> ReconcileClaim:
+        """Claim the right to look into an uncertain key (G18, G27).
+
+        Raises `NotUncertain`, `ReconcileTaken`, or `ReconcileDeferred` unless ``early`` asks in spite of that.
+        """
+
+    def claim_backlog(
+        self, limit: int, ttl_seconds: float, *, holder: UUID | None = None
+    ) -> list[tuple[EffectRecord, ReconcileClaim]]:
+        """Claim up to ``limit`` uncertain keys that are neither claimed nor put off nor parked (G18, G27).
+
+        Those that have waited longest for a look; locked rows are skipped. In no order. A lost answer leaves claims
+        that end by themselves.
+        """
+
+    def defer_reconcile(self, claim: ReconcileClaim, seconds: float | None, *, note: str = "", by: str = "") -> None:
+        """Give a claim back without a ruling: nobody is given the key for ``seconds``, or, with None, it is parked.
+
+        A parked key waits for a person, which is in its history (G21). Raises `NotUncertain`, or `ReconcileTaken`
+        when the claim is no longer the key's.
+        """
 
     def resolve_uncertain(
         self, action: Action, resolution: Resolution, *, claim: ReconcileClaim | None = None
@@ -337,11 +399,24 @@ class EffectStore(Protocol):
     def expire_intents(self, limit: int) -> int:
         """Turn up to ``limit`` expired intents uncertain (G3), skipping locked rows. Return how many."""
 
-    def backlog(self, limit: int) -> list[EffectRecord]:
-        """Return up to ``limit`` uncertain keys, the oldest first."""
+    def backlog(
+        self,
+        limit: int,
+        *,
+        prefix: str = "",
+        reason: str = "",
+        older_than_seconds: float | None = None,
+        parked: bool | None = None,
+        after: EffectRecord | None = None,
+    ) -> list[EffectRecord]:
+        """Return up to ``limit`` uncertain keys, the oldest first, from the one that follows ``after``.
 
-    def unclaimed_backlog(self, limit: int) -> list[EffectRecord]:
-        """Return up to ``limit`` uncertain keys that no reconciler holds, those looked at longest ago first."""
+        Of those only the keys that begin with ``prefix``, whose reason contains ``reason``, that have been uncertain
+        for longer than ``older_than_seconds``, and that are ``parked`` or not.
+        """
+
+    def tallies(self) -> list[Tally]:
+        """Count what is uncertain, parked and due, by scope and reason. In no order."""
 
     def claim_due(self, limit: int, again_after_seconds: float) -> list[EffectRecord]:
         """Return up to ``limit`` free keys that are due; each comes again only after ``again_after_seconds``."""
@@ -368,6 +443,13 @@ def valid_resolution(value: object) -> Resolution:
 def valid_claim(value: object) -> ReconcileClaim | None:
     """Return ``value`` if it is None or a `ReconcileClaim`."""
     return None if value is None else valid_instance(value, ReconcileClaim, "claim")
+
+
+def valid_after(value: object) -> EffectRecord | None:
+    """Return ``value`` if it is None or the record of an uncertain key."""
+    if value is not None and valid_instance(value, EffectRecord, "after").uncertain_at is None:
+        raise InvalidArgument("after must be the record of an uncertain key")
+    return value  # type: ignore[return-value]
 
 
 def valid_result(value: object) -> str | None:
@@ -409,6 +491,15 @@ def valid_leases(values: Sequence[tuple[Action, Lease]]) -> Sequence[tuple[Actio
     """Return ``values`` if they are actions with their leases."""
     for action, lease in _tuples(values, 2, "leases"):
         valid_credentials(action, lease)
+    return values
+
+
+def valid_running(values: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    """Return ``values`` if they are a batch of keys with their fences, each key once."""
+    for key, fence in _tuples(values, 2, "attempts"):
+        valid_key(key, "each key of attempts")
+        valid_fence(fence, "each fence of attempts")
+    valid_batch([key for key, _ in values], "attempts")
     return values
 
 

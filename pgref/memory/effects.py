@@ -22,6 +22,7 @@ from pgref.contracts.effects import (
     Granted,
     HistoryEntry,
     InFlight,
+    Kind,
     Lease,
     Outcome,
     ReconcileClaim,
@@ -30,9 +31,11 @@ from pgref.contracts.effects import (
     RetrySafety,
     Ruling,
     State,
+    Tally,
     Uncertain,
     valid_action,
     valid_actions,
+    valid_after,
     valid_claim,
     valid_completions,
     valid_credentials,
@@ -41,6 +44,7 @@ from pgref.contracts.effects import (
     valid_leases,
     valid_resolution,
     valid_result,
+    valid_running,
 )
 from pgref.errors import (
     FenceError,
@@ -49,12 +53,13 @@ from pgref.errors import (
     LeaseLost,
     NotHolder,
     NotUncertain,
+    ReconcileDeferred,
     ReconcileTaken,
     Refused,
     ResourceMismatch,
     UnsafeNotRetryable,
 )
-from pgref.keys import valid_fence, valid_key, valid_limit, valid_text, valid_ttl
+from pgref.keys import valid_fence, valid_instance, valid_key, valid_limit, valid_text, valid_ttl
 
 __all__ = ["MemoryEffectStore"]
 
@@ -68,6 +73,8 @@ class _Entry(EffectRecord):
     ruled_not_applied: bool = False
     due_at: datetime | None = None
     claim: ReconcileClaim | None = None
+    """The newest; it stands while ``put_off`` is not set and until it expires."""
+    put_off: bool = False
     history: tuple[HistoryEntry, ...] = ()
     evidence: tuple[Evidence, ...] = ()
 
@@ -192,6 +199,22 @@ class MemoryEffectStore:
         self._put(replace(entry, expires_at=now + ttl))
         return replace(lease, expires_at=now + ttl)
 
+    def renew_running(self, attempts: Sequence[tuple[str, int]], ttl_seconds: float) -> list[Renewal]:
+        """Extend live attempts by key and fence. Nothing is ever busy here."""
+        valid_running(attempts)
+        ttl = timedelta(seconds=valid_ttl(ttl_seconds))
+        with self._lock:
+            now = self._now()
+            return [self._renewal_of_running(self._entries.get(key), fence, now, ttl) for key, fence in attempts]
+
+    def _renewal_of_running(self, entry: _Entry | None, fence: int, now: datetime, ttl: timedelta) -> Renewal:
+        if entry is None or entry.fence != fence or not _is_live(entry, now):
+            return Renewal.LOST
+        if self._resource(entry.resource).granted_fence != fence:
+            return Renewal.LOST
+        self._put(replace(entry, expires_at=now + ttl))
+        return Renewal.RENEWED
+
     def mark_uncertain(self, action: Action, lease: Lease, reason: str, *, by: str = "") -> None:
         """Say that it may have happened (G14). The resource stays held until release or expiry."""
         valid_credentials(action, lease)
@@ -224,20 +247,63 @@ class MemoryEffectStore:
 
     # Reconciliation
 
-    def begin_reconcile(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> ReconcileClaim:
+    def begin_reconcile(
+        self, action: Action, ttl_seconds: float, *, holder: UUID | None = None, early: bool = False
+    ) -> ReconcileClaim:
         """Claim the right to look into an uncertain key (G18), with a fence to seal the sink with (G27)."""
         valid_action(action)
         ttl = timedelta(seconds=valid_ttl(ttl_seconds))
         holder = valid_holder(holder)
+        valid_instance(early, bool, "early")
         with self._lock:
             now = self._now()
-            entry = _must_be_uncertain(action, self._flip_if_expired(self._entry_of(action), now))
+            entry = _must_be_uncertain(action.key, self._flip_if_expired(self._entry_of(action), now))
             standing = _standing_claim(entry, holder, now)
             if standing is not None:
                 return standing
-            claim = ReconcileClaim(entry.key, entry.resource, self._mint_seal(entry, now), holder, now + ttl)
-            self._put(replace(entry, claim=claim))
-            return claim
+            if not early:
+                _refuse_put_off(entry, now)
+            return self._claim(entry, holder, now, ttl)
+
+    def claim_backlog(
+        self, limit: int, ttl_seconds: float, *, holder: UUID | None = None
+    ) -> list[tuple[EffectRecord, ReconcileClaim]]:
+        """Claim up to ``limit`` uncertain keys that have waited longest for a look (G18, G27)."""
+        valid_limit(limit)
+        ttl = timedelta(seconds=valid_ttl(ttl_seconds))
+        holder = valid_holder(holder)
+        with self._lock:
+            now = self._now()
+            waiting = [(_waits_from(entry), entry.key) for entry in self._uncertain_entries() if not entry.parked]
+            claims = {
+                key: self._claim(self._entries[key], holder, now, ttl)
+                for since, key in sorted(waiting)[:limit]
+                if since <= now
+            }
+            return [(_record(self._entries[key]), claim) for key, claim in claims.items()]
+
+    def _claim(self, entry: _Entry, holder: UUID, now: datetime, ttl: timedelta) -> ReconcileClaim:
+        claim = ReconcileClaim(entry.key, entry.resource, self._mint_seal(entry, now), holder, now + ttl)
+        looks = entry.looks + 1
+        self._put(replace(entry, claim=claim, put_off=False, next_look_at=claim.expires_at, looks=looks, parked=False))
+        return claim
+
+    def defer_reconcile(self, claim: ReconcileClaim, seconds: float | None, *, note: str = "", by: str = "") -> None:
+        """Give a claim back without a ruling, for ``seconds`` or, with None, until a person rules."""
+        valid_instance(claim, ReconcileClaim, "claim")
+        put_off = None if seconds is None else timedelta(seconds=valid_ttl(seconds, "seconds"))
+        valid_text(note, "note")
+        valid_text(by, "by")
+        with self._lock:
+            now = self._now()
+            entry = _must_be_uncertain(claim.key, self._entries.get(claim.key))
+            _must_have_claim(entry, claim)
+            if entry.put_off:
+                return
+            if put_off is None:
+                entry = _noted(entry, now, "parked", by=by, why=note)
+            next_look_at = None if put_off is None else now + put_off
+            self._put(replace(entry, put_off=True, next_look_at=next_look_at, parked=put_off is None, note=note))
 
     def _mint_seal(self, entry: _Entry, now: datetime) -> int:
         resource = self._resource(entry.resource)
@@ -261,9 +327,9 @@ class MemoryEffectStore:
             standing = _standing_ruling(found)
             if standing is not None:
                 return standing
-            entry = _must_be_uncertain(action, found)
-            if claim is not None and (entry.claim is None or entry.claim.holder != claim.holder):
-                raise ReconcileTaken(f"{action.key!r} is no longer held by this claim", key=action.key)
+            entry = _must_be_uncertain(action.key, found)
+            if claim is not None:
+                _must_have_claim(entry, claim)
             _refuse_unsafe(entry, resolution)
             self._put(_ruled(entry, resolution, now))
             return Ruling(resolution.applied, resolution.result)
@@ -291,20 +357,51 @@ class MemoryEffectStore:
             entry = self._entries.get(key)
         return list(entry.evidence) if entry else []
 
-    def backlog(self, limit: int) -> list[EffectRecord]:
-        """Return up to ``limit`` uncertain keys, the oldest first."""
+    def backlog(
+        self,
+        limit: int,
+        *,
+        prefix: str = "",
+        reason: str = "",
+        older_than_seconds: float | None = None,
+        parked: bool | None = None,
+        after: EffectRecord | None = None,
+    ) -> list[EffectRecord]:
+        """Return up to ``limit`` uncertain keys of those asked for, the oldest first."""
         valid_limit(limit)
-        with self._lock:
-            return [_record(entry) for entry in self._uncertain_entries()[:limit]]
-
-    def unclaimed_backlog(self, limit: int) -> list[EffectRecord]:
-        """Return up to ``limit`` uncertain keys that no reconciler holds, those looked at longest ago first."""
-        valid_limit(limit)
+        valid_text(prefix, "prefix")
+        valid_text(reason, "reason")
+        age = (
+            None
+            if older_than_seconds is None
+            else timedelta(seconds=valid_ttl(older_than_seconds, "older_than_seconds"))
+        )
+        if parked is not None:
+            valid_instance(parked, bool, "parked")
+        valid_after(after)
         with self._lock:
             now = self._now()
-            free = [e for e in self._uncertain_entries() if e.claim is None or now >= e.claim.expires_at]
-            free.sort(key=lambda e: (e.claim.expires_at if e.claim else e.uncertain_at, e.key))
-        return [_record(entry) for entry in free[:limit]]
+            found = [
+                entry
+                for entry in self._uncertain_entries()
+                if entry.key.startswith(prefix)
+                and reason in (entry.reason or "")
+                and (age is None or _since(entry) < now - age)
+                and (parked is None or entry.parked is parked)
+                and (after is None or (_since(entry), entry.key) > (_since(after), after.key))
+            ]
+        return [_record(entry) for entry in found[:limit]]
+
+    def tallies(self) -> list[Tally]:
+        """Count what is uncertain, parked and due, by scope and reason."""
+        with self._lock:
+            found = [
+                (*_fate(entry), at) for entry in self._entries.values() if (at := entry.uncertain_at or entry.due_at)
+            ]
+        groups: dict[tuple[Kind, str, str | None], list[datetime]] = {}
+        for kind, scope, reason, at in found:
+            groups.setdefault((kind, scope, reason), []).append(at)
+        return [Tally(*group, len(times), min(times)) for group, times in groups.items()]
 
     def _uncertain_entries(self) -> list[_Entry]:
         found = [(e.uncertain_at, e.key, e) for e in self._entries.values() if e.uncertain_at is not None]
@@ -483,16 +580,44 @@ def _must_be_holder(action: Action, lease: Lease, entry: _Entry | None) -> _Entr
     return entry
 
 
-def _must_be_uncertain(action: Action, entry: _Entry | None) -> _Entry:
+def _must_be_uncertain(key: str, entry: _Entry | None) -> _Entry:
     if entry is None or entry.state is not State.UNCERTAIN:
         state = entry and entry.state
-        raise NotUncertain(f"{action.key!r} is {state or 'unknown'}", key=action.key, state=state)
+        raise NotUncertain(f"{key!r} is {state or 'unknown'}", key=key, state=state)
     return entry
+
+
+def _must_have_claim(entry: _Entry, claim: ReconcileClaim) -> None:
+    if entry.claim is None or entry.claim.holder != claim.holder:
+        raise ReconcileTaken(f"{entry.key!r} is no longer held by this claim", key=entry.key)
+
+
+def _refuse_put_off(entry: _Entry, now: datetime) -> None:
+    until = entry.next_look_at
+    if entry.parked or (entry.put_off and until is not None and now < until):
+        seconds = None if until is None else (until - now).total_seconds()
+        raise ReconcileDeferred(f"{entry.key!r} is put off", key=entry.key, retry_after_seconds=seconds)
+
+
+def _since(record: EffectRecord) -> datetime:
+    assert record.uncertain_at is not None
+    return record.uncertain_at
+
+
+def _waits_from(entry: _Entry) -> datetime:
+    return entry.next_look_at or _since(entry)
+
+
+def _fate(entry: _Entry) -> tuple[Kind, str, str | None]:
+    scope = entry.key.split(":", 1)[0]
+    if entry.uncertain_at is None:
+        return Kind.DUE, scope, None
+    return Kind.PARKED if entry.parked else Kind.UNCERTAIN, scope, entry.reason
 
 
 def _standing_claim(entry: _Entry, holder: UUID, now: datetime) -> ReconcileClaim | None:
     claim = entry.claim
-    if claim is None or now >= claim.expires_at:
+    if claim is None or entry.put_off or now >= claim.expires_at:
         return None
     if claim.holder != holder:
         seconds = (claim.expires_at - now).total_seconds()
@@ -534,6 +659,10 @@ def _granted(action: Action, entry: _Entry | None, lease: Lease, now: datetime) 
         reason=None,
         payload=action.payload,
         result=None,
+        next_look_at=None,
+        looks=0,
+        parked=False,
+        note=None,
         holder=lease.holder,
         history=entry.history if entry else (),
         evidence=entry.evidence if entry else (),
@@ -568,7 +697,18 @@ def _ruled(entry: _Entry, resolution: Resolution, now: datetime) -> _Entry:
 
 
 def _settled(entry: _Entry) -> _Entry:
-    return replace(entry, uncertain_at=None, expired=False, reason=None, claim=None)
+    return replace(
+        entry,
+        uncertain_at=None,
+        expired=False,
+        reason=None,
+        claim=None,
+        put_off=False,
+        next_look_at=None,
+        looks=0,
+        parked=False,
+        note=None,
+    )
 
 
 def _noted(entry: _Entry, at: datetime, event: str, *, by: str, why: str) -> _Entry:

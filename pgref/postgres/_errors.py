@@ -67,6 +67,7 @@ _REFUSALS: Final[Mapping[str, tuple[type[errors.Refused], str]]] = {
     "lease_lost": (errors.LeaseLost, "has no standing intent of this lease any more"),
     "not_uncertain": (errors.NotUncertain, "is not uncertain"),
     "reconcile_taken": (errors.ReconcileTaken, "is claimed by another reconciler"),
+    "reconcile_deferred": (errors.ReconcileDeferred, "is put off by a reconciler"),
     "unsafe_not_retryable": (errors.UnsafeNotRetryable, "is not safe to run again without force_retryable"),
     "done": (errors.LeaseLost, "was done by another attempt"),
 }

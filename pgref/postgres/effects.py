@@ -22,6 +22,7 @@ from pgref.contracts.effects import (
     Granted,
     HistoryEntry,
     InFlight,
+    Kind,
     Lease,
     Outcome,
     ReconcileClaim,
@@ -30,9 +31,11 @@ from pgref.contracts.effects import (
     RetrySafety,
     Ruling,
     State,
+    Tally,
     Uncertain,
     valid_action,
     valid_actions,
+    valid_after,
     valid_claim,
     valid_completions,
     valid_credentials,
@@ -41,9 +44,10 @@ from pgref.contracts.effects import (
     valid_leases,
     valid_resolution,
     valid_result,
+    valid_running,
 )
 from pgref.errors import FingerprintMismatch, InvalidArgument, Refused, cause_of
-from pgref.keys import valid_fence, valid_key, valid_limit, valid_text, valid_ttl
+from pgref.keys import valid_fence, valid_instance, valid_key, valid_limit, valid_text, valid_ttl
 from pgref.postgres._connection import Database
 from pgref.postgres._errors import refusal, rolled_back, sqlstate
 from pgref.postgres.schema import quoted
@@ -58,7 +62,7 @@ _TYPES = {"retry_safe": "boolean", "fence": "bigint", "holder": "uuid"}
 _REFUSED_IN_TRANSACTION = "PGR01"
 _RECORD_COLUMNS = (
     "key, resource, state, fence, attempt, retry_safe, created_at, granted_at, expires_at, uncertain_at, completed_at, "
-    "expired, fingerprint, reason, payload, result"
+    "expired, fingerprint, reason, payload, result, reconcile_expires_at, looks, parked, note"
 )
 
 
@@ -244,6 +248,14 @@ class PostgresEffectStore:
         rows = self._rows_of_many("renew_many", columns, _interval(ttl_seconds), self._clock.now())
         return [Renewal(verdict) for _, verdict in rows]
 
+    def renew_running(self, attempts: Sequence[tuple[str, int]], ttl_seconds: float) -> list[Renewal]:
+        columns: dict[str, list[Any]] = {
+            "key": [key for key, _ in valid_running(attempts)],
+            "fence": [fence for _, fence in attempts],
+        }
+        rows = self._rows_of_many("renew_running", columns, _interval(ttl_seconds), self._clock.now())
+        return [Renewal(verdict) for _, verdict in rows]
+
     def mark_uncertain(self, action: Action, lease: Lease, reason: str, *, by: str = "") -> None:
         valid_text(reason, "reason")
         self._settle(action, lease, "mark_uncertain", reason, valid_text(by, "by"), self._clock.now())
@@ -255,15 +267,36 @@ class PostgresEffectStore:
         due_in = None if due_in_seconds is None else _interval(due_in_seconds, "due_in_seconds")
         self._settle(action, lease, "abandon", due_in, self._clock.now())
 
-    def begin_reconcile(self, action: Action, ttl_seconds: float, *, holder: UUID | None = None) -> ReconcileClaim:
+    def begin_reconcile(
+        self, action: Action, ttl_seconds: float, *, holder: UUID | None = None, early: bool = False
+    ) -> ReconcileClaim:
         valid_action(action)
+        ttl = _interval(ttl_seconds)
         holder = valid_holder(holder)
-        answer = self._ask(
-            "begin_reconcile", action.key, action.fingerprint, holder, _interval(ttl_seconds), self._clock.now()
-        )
+        valid_instance(early, bool, "early")
+        answer = self._ask("begin_reconcile", action.key, action.fingerprint, holder, ttl, early, self._clock.now())
         if answer.verdict == "claimed":
             return ReconcileClaim(action.key, str(answer.value), answer.fence, holder, answer.at)
-        raise _ruling_refusal(answer, action)
+        raise _ruling_refusal(answer, action.key)
+
+    def claim_backlog(
+        self, limit: int, ttl_seconds: float, *, holder: UUID | None = None
+    ) -> list[tuple[EffectRecord, ReconcileClaim]]:
+        valid_limit(limit)
+        ttl = _interval(ttl_seconds)
+        holder = valid_holder(holder)
+        columns = f"reconcile_fence, {_RECORD_COLUMNS}"
+        rows = self._rows("claim_backlog", limit, holder, ttl, self._clock.now(), columns=columns)
+        return [_claimed(fence, holder, _record(tuple(row))) for fence, *row in rows]
+
+    def defer_reconcile(self, claim: ReconcileClaim, seconds: float | None, *, note: str = "", by: str = "") -> None:
+        valid_instance(claim, ReconcileClaim, "claim")
+        put_off = None if seconds is None else _interval(seconds, "seconds")
+        valid_text(note, "note")
+        valid_text(by, "by")
+        answer = self._ask("defer_reconcile", claim.key, claim.holder, put_off, note, by, self._clock.now())
+        if answer.verdict != "ok":
+            raise _ruling_refusal(answer, claim.key)
 
     def resolve_uncertain(
         self, action: Action, resolution: Resolution, *, claim: ReconcileClaim | None = None
@@ -285,7 +318,7 @@ class PostgresEffectStore:
         )
         if answer.verdict in {"applied", "not_applied"}:
             return Ruling(answer.verdict == "applied", answer.value)
-        raise _ruling_refusal(answer, action)
+        raise _ruling_refusal(answer, action.key)
 
     def raise_fences(self, floor: int, *, by: str = "", why: str = "") -> int:
         arguments = (valid_fence(floor, "floor"), valid_text(by, "by"), valid_text(why, "why"), self._clock.now())
@@ -314,11 +347,29 @@ class PostgresEffectStore:
         rows = self._rows("expire_intents", valid_limit(limit), self._clock.now())
         return int(rows[0][0])
 
-    def backlog(self, limit: int) -> list[EffectRecord]:
-        return self._records("backlog", valid_limit(limit))
+    def backlog(
+        self,
+        limit: int,
+        *,
+        prefix: str = "",
+        reason: str = "",
+        older_than_seconds: float | None = None,
+        parked: bool | None = None,
+        after: EffectRecord | None = None,
+    ) -> list[EffectRecord]:
+        valid_limit(limit)
+        valid_text(prefix, "prefix")
+        valid_text(reason, "reason")
+        age = None if older_than_seconds is None else _interval(older_than_seconds, "older_than_seconds")
+        if parked is not None:
+            valid_instance(parked, bool, "parked")
+        valid_after(after)
+        page = (after and after.uncertain_at, after and after.key)
+        return self._records("backlog", limit, prefix, reason, age, parked, *page, self._clock.now())
 
-    def unclaimed_backlog(self, limit: int) -> list[EffectRecord]:
-        return self._records("unclaimed_backlog", valid_limit(limit), self._clock.now())
+    def tallies(self) -> list[Tally]:
+        rows = self._rows("tallies", columns="kind, scope, reason, count, oldest_at")
+        return [Tally(Kind(kind), *rest) for kind, *rest in rows]
 
     def claim_due(self, limit: int, again_after_seconds: float) -> list[EffectRecord]:
         again_after = _interval(again_after_seconds, "again_after_seconds")
@@ -404,10 +455,15 @@ def _record(row: tuple[Any, ...]) -> EffectRecord:
     return EffectRecord(key, resource, _STATES[state], fence, attempt, safety, *rest)
 
 
+def _claimed(fence: int, holder: UUID, record: EffectRecord) -> tuple[EffectRecord, ReconcileClaim]:
+    assert record.next_look_at is not None
+    return record, ReconcileClaim(record.key, record.resource, fence, holder, record.next_look_at)
+
+
 def _lease_refusal(answer: _Answer, action: Action, lease: Lease) -> Exception:
     return refusal(answer.verdict, action.key, fence=lease.fence, seen=answer.fence or 0)
 
 
-def _ruling_refusal(answer: _Answer, action: Action) -> Exception:
+def _ruling_refusal(answer: _Answer, key: str) -> Exception:
     state = None if answer.attempt is None else _STATES[answer.attempt].value
-    return refusal(answer.verdict, action.key, state=state, retry_after_seconds=answer.seconds)
+    return refusal(answer.verdict, key, state=state, retry_after_seconds=answer.seconds)

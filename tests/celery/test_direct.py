@@ -10,7 +10,7 @@ import pytest
 from celery.exceptions import Retry
 
 from celery_integration import EffectBusy, EffectUncertain
-from celery_integration.reconcile import sweep
+from celery_integration.sweep import sweep
 from pgref.contracts.effects import Action, Granted, RetrySafety, State
 from pgref.errors import FingerprintMismatch, LeaseLost, OutcomeUnknown, Unavailable
 from pgref.postgres import Stores

@@ -11,7 +11,8 @@ import pytest
 from billiard.exceptions import TimeLimitExceeded
 
 from celery_integration import EffectBusy, EffectUncertain, NotApplied, errors
-from celery_integration.reconcile import NEEDS_A_PERSON, sweep
+from celery_integration.reconcile import NEEDS_A_PERSON
+from celery_integration.sweep import sweep
 from pgref.contracts.effects import State
 from pgref.postgres import Stores
 

@@ -12,7 +12,7 @@ import pytest
 from celery import chain
 
 from celery_integration import EffectUncertain
-from celery_integration.reconcile import sweep
+from celery_integration.sweep import sweep
 from pgref.contracts.effects import Granted, Resolution, State
 from pgref.postgres import Stores
 

@@ -13,7 +13,8 @@ from celery.exceptions import Reject, Retry
 from sqlalchemy.orm import Session
 
 from celery_integration import ConfigurationError, EffectBusy, EffectUncertain
-from celery_integration.reconcile import NEEDS_A_PERSON, sweep
+from celery_integration.reconcile import NEEDS_A_PERSON
+from celery_integration.sweep import sweep
 from pgref.contracts.effects import Granted, Resolution, State
 from pgref.errors import FingerprintMismatch, InvalidArgument, OutcomeUnknown
 from pgref.postgres import Stores

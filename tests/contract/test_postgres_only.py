@@ -18,9 +18,21 @@ import sqlalchemy as sa
 from psycopg import pq, sql
 
 from pgref.clock import ManualClock
-from pgref.contracts.effects import Action, EffectStore, Granted, InFlight, Lease, Renewal, Resolution, RetrySafety
+from pgref.contracts.effects import (
+    Action,
+    EffectRecord,
+    EffectStore,
+    Granted,
+    InFlight,
+    Lease,
+    ReconcileClaim,
+    Renewal,
+    Resolution,
+    RetrySafety,
+)
 from pgref.embedded import PostgresServer
 from pgref.errors import FingerprintMismatch
+from pgref.memory import MemoryEffectStore
 from pgref.postgres import PostgresEffectStore, Stores, drop_schema, new_schema
 
 HOUR = 3600.0
@@ -66,6 +78,24 @@ def marked(store: PostgresEffectStore, action: Action) -> Lease:
     lease = granted(store, action)
     store.mark_uncertain(action, lease, "timeout")
     return lease
+
+
+def claimed(store: PostgresEffectStore, action: Action) -> Lease:
+    lease = marked(store, action)
+    store.begin_reconcile(action, HOUR, holder=lease.holder)
+    return lease
+
+
+def a_claim(action: Action, lease: Lease) -> ReconcileClaim:
+    return ReconcileClaim(action.key, action.resource, lease.fence + 1, lease.holder, lease.expires_at)
+
+
+def an_uncertain_record() -> EffectRecord:
+    store, action = MemoryEffectStore(), Action("key 1", "resource 1")
+    outcome = store.acquire(action, HOUR)
+    assert isinstance(outcome, Granted)
+    store.mark_uncertain(action, outcome.lease, "timeout")
+    return store.backlog(1)[0]
 
 
 def done(store: PostgresEffectStore, action: Action) -> Lease:
@@ -223,7 +253,10 @@ METHODS: dict[str, tuple[Prepare, Callable[[PostgresEffectStore, Action, Lease],
     "evidence": (done, lambda store, action, _: store.evidence(action.key)),
     "expire_intents": (granted, lambda store, *_: store.expire_intents(10)),
     "backlog": (marked, lambda store, *_: store.backlog(10)),
-    "unclaimed_backlog": (marked, lambda store, *_: store.unclaimed_backlog(10)),
+    "tallies": (marked, lambda store, *_: store.tallies()),
+    "claim_backlog": (marked, lambda store, *_: store.claim_backlog(10, HOUR)),
+    "defer_reconcile": (claimed, lambda store, action, lease: store.defer_reconcile(a_claim(action, lease), HOUR)),
+    "renew_running": (granted, lambda store, action, lease: store.renew_running([(action.key, lease.fence)], HOUR)),
     "claim_due": (granted, lambda store, *_: store.claim_due(10, HOUR)),
 }
 
@@ -345,7 +378,9 @@ SWEEPS: dict[str, Callable[[PostgresEffectStore], object]] = {
     "acquire_many": lambda store: store.acquire_many([Action(f"key {n}", f"resource {n}") for n in (1, 2, 3)], HOUR),
     "expire_intents": lambda store: store.expire_intents(100),
     "backlog": lambda store: store.backlog(100),
-    "unclaimed_backlog": lambda store: store.unclaimed_backlog(100),
+    "backlog, a page": lambda store: store.backlog(10, after=an_uncertain_record(), prefix="key 1"),
+    "tallies": lambda store: store.tallies(),
+    "claim_backlog": lambda store: store.claim_backlog(100, HOUR),
     "claim_due": lambda store: store.claim_due(100, HOUR),
     "retain": lambda store: store.retain(30 * DAY, 100),
 }

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 
-from pgref.contracts.effects import Action, Granted, Resolution, RetrySafety, State
+from pgref.contracts.effects import Action, Granted, Kind, Resolution, RetrySafety, State
 from pgref.errors import InvalidArgument, SchemaError
 from pgref.postgres import Stores, grant_application, verify_schema
 from pgref.postgres.schema import ensure_schema
@@ -75,7 +75,11 @@ def test_the_application_can_do_its_work(application: sa.Engine, schema: str) ->
     assert isinstance(granted, Granted)
     stores.effects.renew_many([(action, granted.lease)], 10)
     stores.effects.mark_uncertain(action, granted.lease, "test")
-    stores.effects.begin_reconcile(action, 10)
+    claim = stores.effects.begin_reconcile(action, 10)
+    stores.effects.defer_reconcile(claim, None)
+    assert stores.effects.claim_backlog(1, 10) == []
+    assert [tally.kind for tally in stores.effects.tallies()] == [Kind.PARKED]
+    assert [entry.key for entry in stores.effects.backlog(10)] == ["privileges"]
     stores.effects.resolve_uncertain(action, Resolution(applied=False))
     with stores.database.transaction() as connection:
         again = stores.effects.acquire(action, 10)

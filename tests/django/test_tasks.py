@@ -12,7 +12,7 @@ from django.urls import path
 
 from celery_integration import ConfigurationError
 from celery_integration.process import Gate
-from celery_integration.reconcile import sweep
+from celery_integration.sweep import sweep
 from pgref.contracts.effects import State
 from tests.django.acts import Entries
 

@@ -26,6 +26,7 @@ from pgref.contracts.effects import (
     Lease,
     Outcome,
     ReconcileClaim,
+    Renewal,
     Resolution,
     State,
 )
@@ -61,6 +62,7 @@ class Life:
         self.action = Action(uuid4().hex, uuid4().hex)
         self.holder, self.reconciler = uuid4(), uuid4()
         self.lease: Lease | None = None
+        self.claim: ReconcileClaim | None = None
         self.path = path
 
     def steps(self) -> Iterator[tuple[Callable[[], object], State]]:
@@ -89,6 +91,7 @@ class Life:
         yield self.mark_uncertain, State.UNCERTAIN
         yield self.release, State.UNCERTAIN
         yield self.begin_reconcile, State.UNCERTAIN
+        yield self.defer_reconcile, State.UNCERTAIN
         yield self.resolve_uncertain, State.DONE
 
     def within(self) -> Iterator[tuple[Callable[[], object], State]]:
@@ -116,6 +119,10 @@ class Life:
 
     def sweep(self) -> None:
         assert self.effects.expire_intents(10) == 0
+        claimed = self.effects.claim_backlog(10, TTL)  # what interrupted lives left
+        assert self.action.key not in {record.key for record, _ in claimed}
+        attempt = (self.action.key, self.granted().fence)
+        assert self.effects.renew_running([attempt], TTL) in ([Renewal.RENEWED], [Renewal.BUSY])
         assert self.effects.claim_due(10, TTL) == []
         assert self.effects.retain(TTL, 10) == 0
 
@@ -163,8 +170,11 @@ class Life:
         self.effects.release(self.action, self.granted())
 
     def begin_reconcile(self) -> None:
-        claim = self.effects.begin_reconcile(self.action, TTL, holder=self.reconciler)
-        assert isinstance(claim, ReconcileClaim)
+        self.claim = self.effects.begin_reconcile(self.action, TTL, holder=self.reconciler)
+
+    def defer_reconcile(self) -> None:
+        assert self.claim is not None
+        self.effects.defer_reconcile(self.claim, None, note="ask")
 
     def resolve_uncertain(self) -> None:
         assert self.effects.resolve_uncertain(self.action, APPLIED).applied

@@ -20,7 +20,8 @@ __all__ = ["Observer", "assert_clean", "plain"]
 _ROWS = """
 SELECT 'action', key, resource, fence, attempt, state, released, expired, ruling, reason, result,
     expires_at - granted_at > interval '500 seconds', due_at > granted_at + interval '5 seconds',
-    uncertain_at IS NOT NULL, completed_at IS NOT NULL, reconcile_fence FROM {0}.effect_action;
+    uncertain_at IS NOT NULL, completed_at IS NOT NULL, reconcile_fence,
+    looks, parked, note FROM {0}.effect_action;
 SELECT 'resource', resource, fence, granted_fence, action_key FROM {0}.effect_resource WHERE action_key <> '';
 SELECT 'history', key, event, fence, "by", why FROM {0}.effect_history ORDER BY id;
 SELECT 'evidence', key, fence, result FROM {0}.effect_evidence;

@@ -108,6 +108,12 @@ def _marked(store: PostgresEffectStore, _clock: ManualClock) -> Lease:
     return lease
 
 
+def _reconciling(store: PostgresEffectStore, clock: ManualClock) -> Lease:
+    lease = _marked(store, clock)
+    store.begin_reconcile(KEY, TTL_SECONDS, holder=FIRST)
+    return lease
+
+
 def _due(store: PostgresEffectStore, clock: ManualClock) -> Lease:
     lease = _granted(store)
     store.abandon(KEY, lease, due_in_seconds=1)
@@ -128,6 +134,7 @@ SCENES = {
     "expired": _expired,
     "flipped": _flipped,
     "marked": _marked,
+    "reconciling": _reconciling,
     "due": _due,
     "done": _done,
 }
@@ -177,10 +184,27 @@ def _renew_second(store: PostgresEffectStore, scene: Scene, _me: str) -> Any:
     return [Renewal.BUSY, *store.renew_many([(KEY, scene.lease)], 900)]
 
 
-def _resolving(*, applied: bool) -> Call:
+def _renew_running(store: PostgresEffectStore, scene: Scene, _me: str) -> Any:
+    return store.renew_running([(SECOND.key, scene.second.fence), (KEY.key, scene.lease.fence)], 900)
+
+
+def _run_first(store: PostgresEffectStore, scene: Scene, _me: str) -> Any:
+    return [*store.renew_running([(SECOND.key, scene.second.fence)], 900), Renewal.BUSY]
+
+
+def _run_second(store: PostgresEffectStore, scene: Scene, _me: str) -> Any:
+    return [Renewal.BUSY, *store.renew_running([(KEY.key, scene.lease.fence)], 900)]
+
+
+BOTH_BUSY = [Renewal.BUSY, Renewal.BUSY]
+CLAIM = ReconcileClaim(KEY.key, KEY.resource, 2, FIRST, START)
+
+
+def _resolving(*, applied: bool, claim: ReconcileClaim | None = None) -> Call:
     def call(store: PostgresEffectStore, _scene: Scene, me: str) -> Any:
         result = f"ruled by {me}" if applied else None
-        return store.resolve_uncertain(KEY, Resolution(applied=applied, result=result, by=me, why="saw it"))
+        resolution = Resolution(applied=applied, result=result, by=me, why="saw it")
+        return store.resolve_uncertain(KEY, resolution, claim=claim)
 
     return call
 
@@ -198,11 +222,19 @@ METHODS = {
     "complete": Method(lambda store, scene, me: store.complete(KEY, scene.lease, f"of {me}")),
     "complete_many": Method(_complete_many),
     "renew": Method(lambda store, scene, _: store.renew(KEY, scene.lease, 90)),
-    "renew_many": Method(_renew_many, skips=(_renew_first, _renew_second, lambda *_: [Renewal.BUSY, Renewal.BUSY])),
+    "renew_many": Method(_renew_many, skips=(_renew_first, _renew_second, lambda *_: BOTH_BUSY)),
+    "renew_running": Method(_renew_running, skips=(_run_first, _run_second, lambda *_: BOTH_BUSY)),
     "mark_uncertain": Method(lambda store, scene, me: store.mark_uncertain(KEY, scene.lease, f"mark of {me}", by=me)),
     "release": Method(lambda store, scene, _: store.release(KEY, scene.lease)),
     "abandon": Method(lambda store, scene, _: store.abandon(KEY, scene.lease, due_in_seconds=5)),
     "begin_reconcile": Method(lambda store, _, me: store.begin_reconcile(KEY, TTL_SECONDS, holder=HOLDERS[me])),
+    "begin_early": Method(lambda store, _, me: store.begin_reconcile(KEY, TTL_SECONDS, holder=HOLDERS[me], early=True)),
+    "claim_backlog": Method(
+        lambda store, _, me: store.claim_backlog(ALL, TTL_SECONDS, holder=HOLDERS[me]), skips=(lambda *_: [],)
+    ),
+    "put_off": Method(lambda store, _, me: store.defer_reconcile(CLAIM, 30, note=f"of {me}")),
+    "park": Method(lambda store, _, me: store.defer_reconcile(CLAIM, None, note=f"of {me}", by=me)),
+    "resolve_claimed": Method(_resolving(applied=False, claim=CLAIM)),
     "resolve_applied": Method(_resolving(applied=True)),
     "resolve_not_applied": Method(_resolving(applied=False)),
     "expire_intents": Method(lambda store, *_: store.expire_intents(ALL), skips=(lambda *_: 0,)),
@@ -210,11 +242,22 @@ METHODS = {
     "claim_due": Method(lambda store, *_: store.claim_due(ALL, 30), skips=(lambda *_: [],)),
     "raise_fences": Method(lambda store, _, me: store.raise_fences(100, by=me, why="failover")),
 }
-NEVER_WAIT = {"renew_many", "retain", "claim_due"}
+NEVER_WAIT = {"renew_many", "renew_running", "retain", "claim_due"}
 # In the other scenes most methods are refused, whoever is first.
-EVERY = [name for name in METHODS if name not in {"move", "claim_due"}]
+OF_A_CLAIM = ["begin_early", "put_off", "park", "resolve_claimed"]
+EVERY = [name for name in METHODS if name not in {"move", "claim_due", *OF_A_CLAIM}]
 MEANT = dict.fromkeys(SCENES, EVERY) | {
     "new": ["acquire", "take_over", "move", "acquire_many", "complete", "raise_fences"],
+    "reconciling": [
+        "complete",
+        "release",
+        "begin_reconcile",
+        "claim_backlog",
+        "resolve_applied",
+        "resolve_not_applied",
+        "raise_fences",
+        *OF_A_CLAIM,
+    ],
     "due": ["acquire", "take_over", "move", "acquire_many", "complete", "abandon", "claim_due", "raise_fences"],
     "done": [
         "acquire",

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 
-from pgref.contracts.effects import Action, Granted, Lease, Resolution, RetrySafety, State
+from pgref.contracts.effects import Action, Granted, Lease, ReconcileClaim, Resolution, RetrySafety, State
 from pgref.embedded import PostgresServer
 from pgref.errors import LeaseLost, OutcomeUnknown, PgrefError, Unavailable
 from pgref.postgres import PostgresEffectStore, Stores, _connection
@@ -53,6 +53,10 @@ class Scene:
         lease = self.granted()
         self.effects.mark_uncertain(A, lease, "timeout", by="worker")
         return lease
+
+    def claimed(self) -> ReconcileClaim:
+        self.marked()
+        return self.effects.begin_reconcile(A, 100)
 
     def due(self) -> None:
         self.effects.abandon(A, self.granted(), due_in_seconds=0.001)
@@ -137,12 +141,19 @@ METHODS: dict[str, Method] = {
     ),
     "renew": Method(Scene.granted, lambda stores, lease: stores.effects.renew(A, lease, 1000)),
     "renew_many": Method(Scene.granted, lambda stores, lease: stores.effects.renew_many([(A, lease)], 1000)),
+    "renew_running": Method(
+        Scene.granted, lambda stores, lease: stores.effects.renew_running([("a", lease.fence)], 1000)
+    ),
     "mark_uncertain": Method(
         Scene.granted, lambda stores, lease: stores.effects.mark_uncertain(A, lease, "why", by="me")
     ),
     "release": Method(Scene.granted, lambda stores, lease: stores.effects.release(A, lease)),
     "abandon": Method(Scene.granted, lambda stores, lease: stores.effects.abandon(A, lease, due_in_seconds=60)),
     "begin_reconcile": Method(Scene.marked, lambda stores, _: stores.effects.begin_reconcile(A, 100)),
+    "claim_backlog": Method(Scene.marked, lambda stores, _: stores.effects.claim_backlog(10, 100), lossy=True),
+    "defer_reconcile": Method(
+        Scene.claimed, lambda stores, claim: stores.effects.defer_reconcile(claim, None, note="ask", by="me")
+    ),
     "resolve_uncertain": Method(Scene.marked, lambda stores, _: stores.effects.resolve_uncertain(A, APPLIED)),
     "expire_intents": Method(Scene.expired, lambda stores, _: stores.effects.expire_intents(10), lossy=True),
     "claim_due": Method(Scene.due, lambda stores, _: stores.effects.claim_due(10, 60), lossy=True),

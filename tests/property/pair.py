@@ -11,7 +11,7 @@ from pgref.errors import PgrefError
 
 __all__ = ["Pair", "Raised", "comparable"]
 
-_UNORDERED = {"claim_due", "evidence"}
+_UNORDERED = {"claim_backlog", "claim_due", "evidence", "tallies"}
 
 
 class Raised(tuple[type[PgrefError], tuple[tuple[str, Any], ...]]):
@@ -45,8 +45,8 @@ class Pair:
         for key in keys:
             for method in ("lookup", "history", "evidence"):
                 self.ask(method, key)
-        for method in ("backlog", "unclaimed_backlog"):
-            self.ask(method, 1000)
+        self.ask("backlog", 1000)
+        self.ask("tallies")
 
 
 def _answer(store: EffectStore, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from celery_integration.results import dump_result, load_result
 from pgref import errors
-from pgref.contracts.effects import Action, EffectRecord, EffectStore, Granted, Lease, Resolution
+from pgref.contracts.effects import Action, EffectRecord, EffectStore, Granted, Lease, ReconcileClaim, Resolution
 from pgref.errors import InvalidArgument, PgrefError
 from pgref.keys import BATCH_MAX, TTL_SECONDS_MAX, fingerprint, idempotency_key
 from pgref.memory import MemoryEffectStore, MemorySink
@@ -64,6 +64,14 @@ def _resolution(name: str) -> Slot:
     )
 
 
+def _backlog(name: str) -> Slot:
+    return lambda stage, value: stage.store.backlog(1, **{name: value})
+
+
+def _no_claim(stage: Stage) -> ReconcileClaim:
+    return ReconcileClaim(stage.action.key, stage.action.resource, 1, stage.lease.holder, stage.lease.expires_at)
+
+
 SLOTS: dict[str, Slot] = {
     "Action.key": lambda stage, value: stage.store.acquire(Action(value, stage.fresh.resource), TTL),
     **{f"Action.{name}": _action(**{name: None}) for name in ("resource", "fingerprint", "retry_safety", "payload")},
@@ -105,6 +113,7 @@ SLOTS: dict[str, Slot] = {
     "begin_reconcile.action": lambda stage, value: stage.store.begin_reconcile(value, TTL),
     "begin_reconcile.ttl": lambda stage, value: stage.store.begin_reconcile(stage.action, value),
     "begin_reconcile.holder": lambda stage, value: stage.store.begin_reconcile(stage.action, TTL, holder=value),
+    "begin_reconcile.early": lambda stage, value: stage.store.begin_reconcile(stage.action, TTL, early=value),
     "resolve_uncertain.action": lambda stage, value: stage.store.resolve_uncertain(value, Resolution(applied=True)),
     "resolve_uncertain.resolution": lambda stage, value: stage.store.resolve_uncertain(stage.action, value),
     "resolve_uncertain.claim": lambda stage, value: stage.store.resolve_uncertain(
@@ -120,7 +129,19 @@ SLOTS: dict[str, Slot] = {
     "evidence.key": lambda stage, value: stage.store.evidence(value),
     "expire_intents.limit": lambda stage, value: stage.store.expire_intents(value),
     "backlog.limit": lambda stage, value: stage.store.backlog(value),
-    "unclaimed_backlog.limit": lambda stage, value: stage.store.unclaimed_backlog(value),
+    **{f"backlog.{name}": _backlog(name) for name in ("prefix", "reason", "older_than_seconds", "parked", "after")},
+    "claim_backlog.limit": lambda stage, value: stage.store.claim_backlog(value, TTL),
+    "claim_backlog.ttl": lambda stage, value: stage.store.claim_backlog(1, value),
+    "claim_backlog.holder": lambda stage, value: stage.store.claim_backlog(1, TTL, holder=value),
+    "defer_reconcile.claim": lambda stage, value: stage.store.defer_reconcile(value, TTL),
+    "defer_reconcile.seconds": lambda stage, value: stage.store.defer_reconcile(_no_claim(stage), value),
+    "defer_reconcile.note": lambda stage, value: stage.store.defer_reconcile(_no_claim(stage), TTL, note=value),
+    "defer_reconcile.by": lambda stage, value: stage.store.defer_reconcile(_no_claim(stage), TTL, by=value),
+    "renew_running.attempts": lambda stage, value: stage.store.renew_running(value, TTL),
+    "renew_running.attempt": lambda stage, value: stage.store.renew_running([value], TTL),
+    "renew_running.key": lambda stage, value: stage.store.renew_running([(value, 1)], TTL),
+    "renew_running.fence": lambda stage, value: stage.store.renew_running([(stage.action.key, value)], TTL),
+    "renew_running.ttl": lambda stage, value: stage.store.renew_running([], value),
     "claim_due.limit": lambda stage, value: stage.store.claim_due(value, TTL),
     "claim_due.again_after": lambda stage, value: stage.store.claim_due(1, value),
     "sink.write_fenced.resource": lambda stage, value: stage.sink.write_fenced(value, 2**63 - 1, lambda _: None),

@@ -192,6 +192,13 @@ class EffectStoreMachine(RuleBasedStateMachine):
         self.pair.ask("renew_many", [self._credential(one) for one in chosen], ttl)
         self.edges.append(self.clock.now() + timedelta(seconds=ttl))
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3, unique=True), off=st.sampled_from([0, 0, -1, 1]), ttl=TTLS)
+    def renew_running(self, keys: list[str], off: int, ttl: float) -> None:
+        known = {key: self.pair.model.lookup(key) for key in keys}
+        attempts = [(key, max(1, (record.fence if record else 1) + off)) for key, record in known.items()]
+        self.pair.ask("renew_running", attempts, ttl)
+        self.edges.append(self.clock.now() + timedelta(seconds=ttl))
+
     @rule(chosen=credentials, reason=st.sampled_from(["timeout", ""]), by=st.sampled_from(["", "ann"]))
     def mark_uncertain(self, chosen: tuple[str, int, str], reason: str, by: str) -> None:
         self.pair.ask("mark_uncertain", *self._credential(chosen), reason, by=by)
@@ -207,13 +214,27 @@ class EffectStoreMachine(RuleBasedStateMachine):
 
     # Reconciliation
 
-    @rule(chosen=st.tuples(st.integers(0, 3), actions), ttl=TTLS, again=st.booleans())
-    def begin_reconcile(self, chosen: tuple[int, Action], ttl: float, again: bool) -> None:
+    @rule(chosen=st.tuples(st.integers(0, 3), actions), ttl=TTLS, again=st.booleans(), early=st.booleans())
+    def begin_reconcile(self, chosen: tuple[int, Action], ttl: float, again: bool, early: bool) -> None:
         holder = self.claims[-1].holder if again and self.claims else self._holder()
-        claim = self.pair.ask("begin_reconcile", self._to_reconcile(*chosen), ttl, holder=holder)
+        claim = self.pair.ask("begin_reconcile", self._to_reconcile(*chosen), ttl, holder=holder, early=early)
         if isinstance(claim, ReconcileClaim):
-            self.claims.append(claim)
-            self.edges.append(claim.expires_at)
+            self._claimed(claim)
+
+    @rule(limit=LIMITS, ttl=TTLS)
+    def claim_backlog(self, limit: int, ttl: float) -> None:
+        for _, claim in self.pair.ask("claim_backlog", limit, ttl, holder=self._holder()):
+            self._claimed(claim)
+
+    def _claimed(self, claim: ReconcileClaim) -> None:
+        self.claims.append(claim)
+        self.edges.append(claim.expires_at)
+
+    @precondition(lambda self: self.claims)
+    @rule(named=st.integers(0, 3), seconds=st.sampled_from([60.0, 5.0, None]), note=st.sampled_from(["", "slow"]))
+    def defer_reconcile(self, named: int, seconds: float | None, note: str) -> None:
+        self.pair.ask("defer_reconcile", self.claims[-1 - named % len(self.claims)], seconds, note=note, by="ann")
+        self.edges.append(self.clock.now() + timedelta(seconds=seconds or 0))
 
     @rule(chosen=st.tuples(st.integers(0, 3), actions), resolution=resolutions, named=st.integers(0, 3))
     def resolve_uncertain(self, chosen: tuple[int, Action], resolution: Resolution, named: int) -> None:
@@ -233,13 +254,24 @@ class EffectStoreMachine(RuleBasedStateMachine):
     @rule(limit=LIMITS)
     def sweep(self, limit: int) -> None:
         self.expire_intents(limit)
-        self.backlog(limit)
+        self.claim_backlog(limit, 10.0)
         self.claim_due(limit, 5.0)
 
-    @rule(limit=LIMITS)
-    def backlog(self, limit: int) -> None:
-        self.pair.ask("backlog", limit)
-        self.pair.ask("unclaimed_backlog", limit)
+    @rule(
+        limit=LIMITS,
+        prefix=st.sampled_from(["", "", "a"]),
+        reason=st.sampled_from(["", "", "expired"]),
+        age=st.sampled_from([None, None, 9.75]),
+        parked=st.sampled_from([None, None, True, False]),
+        follow=st.booleans(),
+    )
+    def backlog(
+        self, limit: int, prefix: str, reason: str, age: float | None, parked: bool | None, follow: bool
+    ) -> None:
+        uncertain = self.pair.model.backlog(1)
+        after = uncertain[0] if follow and uncertain else None
+        asked = {"prefix": prefix, "reason": reason, "older_than_seconds": age, "parked": parked, "after": after}
+        self.pair.ask("backlog", limit, **asked)
 
     @rule(older_than=st.sampled_from([0.001, 60.0]), limit=LIMITS)
     def retain(self, older_than: float, limit: int) -> None:

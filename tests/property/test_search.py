@@ -161,11 +161,11 @@ class MintsNoSeal(MemoryEffectStore):
 class LetsNoClaimExpire(MemoryEffectStore):
     """Breaks G18."""
 
-    def begin_reconcile(self, action: Any, ttl_seconds: float, *, holder: Any = None) -> Any:
+    def begin_reconcile(self, action: Any, *arguments: Any, **options: Any) -> Any:
         entry = self._entries[action.key]
         if entry.claim is not None:
             raise ReconcileTaken
-        return super().begin_reconcile(action, ttl_seconds, holder=holder)
+        return super().begin_reconcile(action, *arguments, **options)
 
 
 BROKEN = {

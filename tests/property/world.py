@@ -172,6 +172,8 @@ class _Names:
             holder=self._holder(entry.holder),
             expires_at=self._time(entry.expires_at),
             claim=entry.claim and self._claim(entry.claim),
+            next_look_at=entry.next_look_at and self._time(entry.next_look_at),
+            looks=0,
             created_at=NOW,
             granted_at=NOW,
             uncertain_at=entry.uncertain_at and NOW,

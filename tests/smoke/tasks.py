@@ -57,7 +57,7 @@ def configure(app: Celery, dsn: str) -> None:
     """Configure caller and worker alike, for the broker that the app has."""
     app.conf.update(CONFIG)
     app.conf.update(RABBITMQ if str(app.conf.broker_url).startswith("amqp") else VALKEY)
-    install(app, dsn=dsn, lease_seconds=LEASE_SECONDS, comeback_seconds_max=0.5, reconcile_seconds=1)
+    install(app, dsn=dsn, lease_seconds=LEASE_SECONDS, comeback_seconds_max=0.5, reconcile_seconds=1, probe_seconds=1)
 
 
 def _write(effect: Effect, table: sa.Table, key: str, note: Any) -> None:

@@ -399,7 +399,7 @@ BEGIN
   IF v.verdict IS NULL AND (a.state = 1 OR a.state = 2 AND a.expired) THEN
     UPDATE effect_action SET
       state = 3, result = p_result, completed_at = t, uncertain_at = NULL, expired = false, reason = NULL,
-      reconciler = NULL, reconcile_fence = NULL, reconcile_expires_at = NULL
+      reconciler = NULL, reconcile_fence = NULL, reconcile_expires_at = NULL, looks = 0, parked = false, note = NULL
       WHERE key = p_key AND fence = p_fence AND holder = p_holder;
     IF a.state = 2 THEN
       INSERT INTO effect_history (key, at, event, fence, "by", why) VALUES (p_key, t, 'completed_late', p_fence, 'holder', '');
@@ -695,6 +695,36 @@ BEGIN
 END $$;
 
 
+-- As effect_renew_many, for somebody who has seen the attempts run and holds no lease.
+CREATE OR REPLACE FUNCTION effect_renew_running(
+  p_keys text[], p_fences bigint[], p_ttl interval, p_now timestamptz DEFAULT NULL
+) RETURNS TABLE (ordinal bigint, verdict text)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
+#variable_conflict use_column
+DECLARE
+  t timestamptz;
+  v_locked text[];
+BEGIN
+  SELECT array_agg(l.key) INTO v_locked FROM (
+    SELECT key FROM effect_action WHERE key = ANY (p_keys) ORDER BY key FOR UPDATE SKIP LOCKED
+  ) l;
+  t := coalesce(p_now, clock_timestamp());
+  RETURN QUERY
+    WITH asked AS (
+      SELECT * FROM unnest(p_keys, p_fences) WITH ORDINALITY u (key, fence, ordinal)
+    ), renewed AS (
+      UPDATE effect_action a SET expires_at = t + p_ttl FROM asked u
+        WHERE a.key = u.key AND a.key = ANY (v_locked) AND a.fence = u.fence AND a.state = 1 AND t < a.expires_at
+          AND (NOT a.released OR EXISTS (
+            SELECT FROM effect_resource r WHERE r.resource = a.resource AND r.granted_fence = a.fence))
+        RETURNING a.key
+    )
+    SELECT u.ordinal, CASE WHEN w.key IS NOT NULL THEN 'renewed'
+        WHEN a.key IS NOT NULL AND NOT a.key = ANY (coalesce(v_locked, '{}')) THEN 'busy' ELSE 'lost' END
+      FROM asked u LEFT JOIN renewed w ON w.key = u.key LEFT JOIN effect_action a ON a.key = u.key ORDER BY u.ordinal;
+END $$;
+
+
 -- State, reason and history in one transaction; the resource stays held until release or expiry (G14, G21).
 CREATE OR REPLACE FUNCTION effect_mark_uncertain(
   p_key text, p_resource text, p_fingerprint text, p_lease_resource text, p_fence bigint, p_holder uuid,
@@ -775,7 +805,7 @@ END $$;
 
 -- One reconciler at a time, with a fence to seal the sink with before looking (G18, G27).
 CREATE OR REPLACE FUNCTION effect_begin_reconcile(
-  p_key text, p_fingerprint text, p_holder uuid, p_ttl interval, p_now timestamptz DEFAULT NULL
+  p_key text, p_fingerprint text, p_holder uuid, p_ttl interval, p_early boolean, p_now timestamptz DEFAULT NULL
 ) RETURNS effect_answer
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
 DECLARE
@@ -803,10 +833,13 @@ BEGIN
     v.verdict := 'not_uncertain'; v.attempt := a.state;
     RETURN v;
   END IF;
-  IF t < a.reconcile_expires_at THEN
+  v.seconds := extract(epoch FROM a.reconcile_expires_at - t);
+  IF a.reconcile_fence IS NOT NULL AND t < a.reconcile_expires_at THEN
     v.verdict := CASE WHEN a.reconciler = p_holder THEN 'claimed' ELSE 'reconcile_taken' END;
     v.fence := a.reconcile_fence; v.at := a.reconcile_expires_at; v.value := a.resource;
-    v.seconds := extract(epoch FROM a.reconcile_expires_at - t);
+    RETURN v;
+  ELSIF NOT p_early AND (a.parked OR a.reconcile_fence IS NULL AND t < a.reconcile_expires_at) THEN
+    v.verdict := 'reconcile_deferred';
     RETURN v;
   END IF;
   SELECT * INTO h FROM effect_action WHERE key = r.action_key AND key <> p_key;
@@ -817,9 +850,83 @@ BEGIN
     v.fence := r.fence + 1;
     UPDATE effect_resource SET fence = v.fence WHERE resource = r.resource AND fence = r.fence;
   END IF;
-  UPDATE effect_action SET reconciler = p_holder, reconcile_fence = v.fence, reconcile_expires_at = t + p_ttl
+  UPDATE effect_action SET
+      reconciler = p_holder, reconcile_fence = v.fence, reconcile_expires_at = t + p_ttl, looks = looks + 1, parked = false
     WHERE key = p_key AND state = 2;
   v.verdict := 'claimed'; v.at := t + p_ttl; v.value := a.resource;
+  RETURN v;
+END $$;
+
+
+-- Many at once, for a sweep: those that have waited longest for a look. The actions are locked before their resources,
+-- which is safe since neither lock is waited for: a key whose resource is locked by another is left for the next sweep.
+CREATE OR REPLACE FUNCTION effect_claim_backlog(p_limit integer, p_holder uuid, p_ttl interval, p_now timestamptz DEFAULT NULL)
+RETURNS SETOF effect_action
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
+DECLARE
+  t timestamptz := coalesce(p_now, clock_timestamp());
+  v_floor bigint;
+  v_keys text[];
+  v_resources text[];
+BEGIN
+  SELECT fence_floor INTO v_floor FROM effect_store;  -- first, as raise_fences does
+  SELECT array_agg(f.key), array_agg(DISTINCT f.resource) INTO v_keys, v_resources FROM (
+    SELECT key, resource FROM effect_action
+      WHERE uncertain_at IS NOT NULL AND NOT parked AND coalesce(reconcile_expires_at, uncertain_at) <= t
+      ORDER BY coalesce(reconcile_expires_at, uncertain_at), key LIMIT p_limit FOR UPDATE SKIP LOCKED
+  ) f;
+  SELECT array_agg(f.resource) INTO v_resources FROM (
+    SELECT resource FROM effect_resource WHERE resource = ANY (v_resources) FOR UPDATE SKIP LOCKED
+  ) f;
+  t := coalesce(p_now, clock_timestamp());
+  RETURN QUERY
+    WITH found AS (
+      SELECT a.key, r.resource, r.fence, r.granted_fence, coalesce(a.reconcile_expires_at, a.uncertain_at) AS since,
+          coalesce(effect_is_held(h, r) AND t < h.expires_at, false) AND r.granted_fence > v_floor AS spared
+        FROM effect_action a
+        JOIN effect_resource r ON r.resource = a.resource
+        LEFT JOIN effect_action h ON h.key = r.action_key AND h.key <> a.key
+        WHERE a.key = ANY (v_keys) AND a.resource = ANY (v_resources)
+    ), minted AS (
+      SELECT key, resource, CASE WHEN spared THEN granted_fence
+          ELSE fence + row_number() OVER (PARTITION BY resource, spared ORDER BY since, key) END AS seal
+        FROM found
+    ), raised AS (
+      UPDATE effect_resource r SET fence = m.fence
+        FROM (SELECT resource, max(seal) AS fence FROM minted GROUP BY resource) m
+        WHERE r.resource = m.resource AND r.fence < m.fence
+    )
+    UPDATE effect_action a SET
+        reconciler = p_holder, reconcile_fence = m.seal, reconcile_expires_at = t + p_ttl, looks = looks + 1
+      FROM minted m WHERE a.key = m.key AND a.state = 2
+      RETURNING a.*;
+END $$;
+
+
+-- Give a claim back without a ruling: for a while, or, without p_for, until a person comes (G18, G21).
+CREATE OR REPLACE FUNCTION effect_defer_reconcile(
+  p_key text, p_claim uuid, p_for interval, p_note text, p_by text, p_now timestamptz DEFAULT NULL
+) RETURNS effect_answer
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '4s' AS $$
+DECLARE
+  a effect_action;
+  t timestamptz;
+  v effect_answer;
+BEGIN
+  SELECT * INTO a FROM effect_action WHERE key = p_key FOR UPDATE;
+  t := coalesce(p_now, clock_timestamp());
+  IF a.state IS DISTINCT FROM 2 THEN
+    v.verdict := 'not_uncertain'; v.attempt := a.state;
+  ELSIF a.reconciler IS DISTINCT FROM p_claim THEN
+    v.verdict := 'reconcile_taken';
+  ELSE
+    v.verdict := 'ok';
+    UPDATE effect_action SET reconcile_fence = NULL, reconcile_expires_at = t + p_for, parked = p_for IS NULL, note = p_note
+      WHERE key = p_key AND state = 2 AND reconciler = p_claim AND reconcile_fence IS NOT NULL;
+    IF FOUND AND p_for IS NULL THEN
+      INSERT INTO effect_history (key, at, event, fence, "by", why) VALUES (p_key, t, 'parked', a.fence, p_by, p_note);
+    END IF;
+  END IF;
   RETURN v;
 END $$;
 
@@ -857,7 +964,7 @@ BEGIN
   ELSIF p_applied THEN
     UPDATE effect_action SET
       state = 3, ruling = true, result = p_result, completed_at = t, uncertain_at = NULL, expired = false, reason = NULL,
-      reconciler = NULL, reconcile_fence = NULL, reconcile_expires_at = NULL
+      reconciler = NULL, reconcile_fence = NULL, reconcile_expires_at = NULL, looks = 0, parked = false, note = NULL
       WHERE key = p_key AND state = 2;
     INSERT INTO effect_history (key, at, event, fence, "by", why) VALUES (p_key, t, 'ruled_applied', a.fence, p_by, p_why);
     v.verdict := 'applied'; v.value := p_result;
@@ -866,7 +973,7 @@ BEGIN
   ELSE
     UPDATE effect_action SET
       state = 0, ruling = false, uncertain_at = NULL, expired = false, reason = NULL, due_at = CASE WHEN payload IS NOT NULL THEN t END,
-      reconciler = NULL, reconcile_fence = NULL, reconcile_expires_at = NULL
+      reconciler = NULL, reconcile_fence = NULL, reconcile_expires_at = NULL, looks = 0, parked = false, note = NULL
       WHERE key = p_key AND state = 2;
     INSERT INTO effect_history (key, at, event, fence, "by", why)
       VALUES (p_key, t, 'ruled_not_applied', a.fence, p_by, p_why);
@@ -984,22 +1091,30 @@ BEGIN ATOMIC
 END;
 
 
-CREATE OR REPLACE FUNCTION effect_backlog(p_limit integer) RETURNS SETOF effect_action
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
-BEGIN ATOMIC
-  SELECT * FROM effect_action WHERE uncertain_at IS NOT NULL ORDER BY uncertain_at, key LIMIT p_limit;
-END;
-
-
--- Those looked at longest ago first, so that what only a person can settle does not stand before the others.
-CREATE OR REPLACE FUNCTION effect_unclaimed_backlog(p_limit integer, p_now timestamptz DEFAULT NULL)
-RETURNS SETOF effect_action
+CREATE OR REPLACE FUNCTION effect_backlog(
+  p_limit integer, p_prefix text, p_reason text, p_age interval, p_parked boolean, p_after timestamptz, p_after_key text,
+  p_now timestamptz DEFAULT NULL
+) RETURNS SETOF effect_action
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
 BEGIN ATOMIC
   SELECT * FROM effect_action
     WHERE uncertain_at IS NOT NULL
-      AND (reconcile_expires_at IS NULL OR reconcile_expires_at <= coalesce(p_now, clock_timestamp()))
-    ORDER BY coalesce(reconcile_expires_at, uncertain_at), key LIMIT p_limit;
+      AND (uncertain_at, key) > (coalesce(p_after, '-infinity'), coalesce(p_after_key, ''))
+      AND uncertain_at < CASE WHEN p_age IS NULL THEN 'infinity' ELSE coalesce(p_now, clock_timestamp()) - p_age END
+      AND starts_with(key, p_prefix) AND position(p_reason IN reason) > 0 AND (p_parked IS NULL OR parked = p_parked)
+    ORDER BY uncertain_at, key LIMIT p_limit;
+END;
+
+
+CREATE OR REPLACE FUNCTION effect_tallies()
+RETURNS TABLE (kind text, scope text, reason text, count bigint, oldest_at timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
+BEGIN ATOMIC
+  SELECT CASE WHEN parked THEN 'parked' ELSE 'uncertain' END, split_part(key, ':', 1), reason, count(*), min(uncertain_at)
+    FROM effect_action WHERE uncertain_at IS NOT NULL GROUP BY 1, 2, 3
+  UNION ALL
+  SELECT 'due', split_part(key, ':', 1), NULL, count(*), min(due_at)
+    FROM effect_action WHERE due_at IS NOT NULL GROUP BY 2;
 END;
 
 

@@ -1,0 +1,151 @@
+"""The sweep: expire what is overdue, settle what can be settled, dispatch what is free and still wanted."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+from kombu.utils import json
+
+from celery_integration.definition import Call, Definition
+from celery_integration.delivery import signature_of
+from celery_integration.process import Gate, gate_of
+from celery_integration.reconcile import Step, Todo, carry_out, plan, store_time
+from celery_integration.results import told
+from pgref.contracts.effects import EffectRecord, ReconcileClaim
+from pgref.errors import NotUncertain, OutcomeUnknown, ReconcileTaken, Unavailable
+
+__all__ = ["Swept", "sweep"]
+
+logger = logging.getLogger(__name__)
+
+GROUP_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What one sweep did, in keys."""
+
+    expired: int
+    settled: int
+    put_off: int
+    parked: int
+    dispatched: int
+
+
+def sweep(app: Celery, *, by: str = "") -> Swept:
+    """Expire what is overdue, settle what can be settled, dispatch what is free and still wanted.
+
+    Goes on until nothing is left or ``fenced_sweep_seconds`` are over. Any number of sweeps can run at once: each key
+    is looked at by one of them. ``by`` says in the history who swept. Raises `Unavailable` if the database is away;
+    nothing is lost by that.
+    """
+    sweeper = _Sweep(app, gate_of(app), by or f"sweep on {socket.gethostname()}")
+    sweeper.run()
+    return Swept(**sweeper.counts)
+
+
+class _Sweep:
+    def __init__(self, app: Celery, gate: Gate, by: str) -> None:
+        self.app, self.gate, self.by = app, gate, by
+        self.ends_at = time.monotonic() + gate.settings.sweep_seconds
+        self.counts = {field.name: 0 for field in fields(Swept)}
+
+    def run(self) -> None:
+        self._expire()
+        self._settle_all()
+        self._dispatch()
+
+    def _expire(self) -> None:
+        batch = self.gate.settings.sweep_batch_max
+        while self._time_left():
+            expired = self.gate.effects.expire_intents(batch)
+            self.counts["expired"] += expired
+            if expired < batch:
+                break
+
+    def _dispatch(self) -> None:
+        batch = self.gate.settings.sweep_batch_max
+        while self._time_left():
+            due = self.gate.effects.claim_due(batch, self.gate.settings.redispatch_seconds)
+            try:
+                for record in due:
+                    self.counts["dispatched"] += _dispatched(self.app, record)
+            except OperationalError as error:
+                logger.warning("the broker is away; what is due comes again later: %s", error)
+                return
+            if len(due) < batch:
+                return
+
+    def _time_left(self) -> bool:
+        return time.monotonic() < self.ends_at
+
+    def _settle_all(self) -> None:
+        """Claim groups that grow while they are quickly settled, so that no claim ends before its turn."""
+        size, ttl = 1, self.gate.settings.reconcile_seconds
+        while self._time_left():
+            started_at = time.monotonic()
+            claimed = self.gate.effects.claim_backlog(min(size, self.gate.settings.sweep_batch_max), ttl)
+            for record, claim in claimed:
+                if time.monotonic() - started_at > ttl / 2:
+                    break  # the rest comes again when its claims have ended
+                self._settle(record, claim)
+            if len(claimed) < size:
+                break
+            quick = time.monotonic() - started_at < ttl / 10
+            size = min(2 * size, GROUP_MAX) if quick else 1
+
+    def _settle(self, record: EffectRecord, claim: ReconcileClaim) -> None:
+        pause_seconds = self.gate.settings.reconcile_seconds
+        call = _call_of(self.app, self.gate, record)
+        [todo] = plan(
+            [(record, None if call is None else call.definition)], store_time(self.gate, claim), pause_seconds
+        )
+        try:
+            found = carry_out(self.gate, call, todo, claim, self.by)
+        except (Unavailable, OutcomeUnknown):
+            raise
+        except (ReconcileTaken, NotUncertain):
+            return  # somebody else settled it meanwhile
+        except Exception as error:
+            logger.exception("cannot settle %s now", record.key)
+            found = replace(todo, step=Step.WAIT)
+            self.gate.effects.defer_reconcile(claim, pause_seconds, note=told(error), by=self.by)
+        match found:
+            case Todo(step=step):
+                self.counts["parked" if step is Step.PARK else "put_off"] += 1
+            case _:
+                self.counts["settled"] += 1
+
+
+def _call_of(app: Celery, gate: Gate, record: EffectRecord) -> Call | None:
+    """Return the call that the record's message was of, if it can be read and its task is known here."""
+    if record.payload is None:
+        return None
+    try:
+        message = json.loads(record.payload)
+        task: Any = app.tasks[message["task"]]
+        definition: Definition = task.definition
+        args, kwargs = tuple(message["args"]), dict(message["kwargs"])
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        logger.error("cannot tell here what %s is a task of: %s", record.key, told(error))  # noqa: TRY400
+        return None
+    return Call(task, definition, record.action, args, kwargs, gate.settings.lease_seconds)
+
+
+def _dispatched(app: Celery, record: EffectRecord) -> bool:
+    assert record.payload is not None
+    try:
+        signature_of(app, record.payload).apply_async()
+    except OperationalError:
+        raise
+    except Exception:
+        logger.exception("cannot dispatch %s now", record.key)
+        return False
+    logger.info("dispatched %s again", record.key)
+    return True
