@@ -349,21 +349,49 @@ class _Listing(_Claiming):
             self.granted(Action(name, name, payload="p"))
         self.store.abandon(Action("c:2", "c:2"), self.leases["c:2"], due_in_seconds=TTL)
         self.store.complete(Action("done", "done"), self.leases["done"])
-        seconds = [start + timedelta(seconds=n) for n in range(5)]
+        self.granted(Action("d:1", "d:1"))
+        first, second, third, fourth, fifth = (start + timedelta(seconds=n) for n in range(5))
+        due = fifth + timedelta(seconds=TTL)
         assert Counter(self.store.tallies()) == Counter(
             [
-                Tally(Kind.PARKED, "a", "timeout", 1, seconds[0]),
-                Tally(Kind.UNCERTAIN, "a", "timeout", 1, seconds[1]),
-                Tally(Kind.UNCERTAIN, "b", "timeout", 1, seconds[2]),
-                Tally(Kind.UNCERTAIN, "c", "timeout", 1, seconds[3]),
-                Tally(Kind.DUE, "c", None, 1, seconds[4] + timedelta(seconds=TTL)),
+                Tally(Kind.PARKED, "a", "timeout", 1, first, None),
+                Tally(Kind.UNCERTAIN, "a", "timeout", 1, second, second),
+                Tally(Kind.UNCERTAIN, "b", "timeout", 1, third, third),
+                Tally(Kind.UNCERTAIN, "c", "timeout", 1, fourth, fourth),
+                Tally(Kind.DUE, "c", None, 1, due, due),
+                Tally(Kind.IN_FLIGHT, "d", None, 1, fifth, None),
             ]
         )
 
     @alone
+    def test_what_waits_for_a_sweep_is_tallied(self) -> None:
+        """G18, G3: since when a sweep could have taken it up: the end of a lease, of a claim, of a time put off."""
+        self.granted(self.action("a", on="a"))
+        self.tick(1)
+        self.granted(self.action("b", on="b"))
+        ended = self.clock.now() + timedelta(seconds=TTL - 1)
+        self.tick(TTL - 1)
+        kinds = {tally.kind: tally for tally in self.store.tallies()}
+        assert kinds.keys() == {Kind.EXPIRED, Kind.IN_FLIGHT}
+        assert (kinds[Kind.EXPIRED].count, kinds[Kind.EXPIRED].next_at) == (1, ended)
+        self.store.expire_intents(ALL)
+        [tally] = [tally for tally in self.store.tallies() if tally.kind is Kind.UNCERTAIN]
+        assert (tally.count, tally.next_at) == (1, self.clock.now())
+        self.store.claim_backlog(ALL, 2 * TTL)
+        [tally] = [tally for tally in self.store.tallies() if tally.kind is Kind.UNCERTAIN]
+        assert tally.next_at == self.clock.now() + timedelta(seconds=2 * TTL)
+
+    def test_the_stores_time(self) -> None:
+        """G23: the time by which all is judged."""
+        assert self.store.now() == self.clock.now()
+        self.tick(1)
+        assert self.store.now() == self.clock.now()
+
+    @alone
     def test_tallies_of_an_empty_store(self) -> None:
         """G18: nothing is counted where nothing waits."""
-        self.granted(self.action())
+        action = self.action()
+        self.store.complete(action, self.granted(action))
         assert self.store.tallies() == []
 
 

@@ -257,6 +257,10 @@ class Kind(StrEnum):
     """Uncertain, and waiting for a person."""
     DUE = "due"
     """Free and wanted: to be dispatched, now or later."""
+    IN_FLIGHT = "in_flight"
+    """An attempt runs."""
+    EXPIRED = "expired"
+    """An attempt's lease ended in silence, and no sweep has turned it uncertain yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +273,9 @@ class Tally:
     """Why they are uncertain; None for others."""
     count: int
     oldest_at: datetime
-    """When the oldest became uncertain, or is due."""
+    """When the oldest became uncertain, was granted, or is due."""
+    next_at: datetime | None
+    """When the first of them is to be taken up by a sweep; it is late if that is past. None: no sweep takes them up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +422,10 @@ class EffectStore(Protocol):
         """
 
     def tallies(self) -> list[Tally]:
-        """Count what is uncertain, parked and due, by scope and reason. In no order."""
+        """Count what is uncertain, parked, due and in flight, by scope and reason. In no order."""
+
+    def now(self) -> datetime:
+        """Return the store's time, by which all is judged (G23)."""
 
     def claim_due(self, limit: int, again_after_seconds: float) -> list[EffectRecord]:
         """Return up to ``limit`` free keys that are due; each comes again only after ``again_after_seconds``."""

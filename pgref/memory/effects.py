@@ -393,15 +393,24 @@ class MemoryEffectStore:
         return [_record(entry) for entry in found[:limit]]
 
     def tallies(self) -> list[Tally]:
-        """Count what is uncertain, parked and due, by scope and reason."""
+        """Count what is uncertain, parked, due and in flight, by scope and reason."""
         with self._lock:
-            found = [
-                (*_fate(entry), at) for entry in self._entries.values() if (at := entry.uncertain_at or entry.due_at)
-            ]
-        groups: dict[tuple[Kind, str, str | None], list[datetime]] = {}
-        for kind, scope, reason, at in found:
-            groups.setdefault((kind, scope, reason), []).append(at)
-        return [Tally(*group, len(times), min(times)) for group, times in groups.items()]
+            now = self._now()
+            groups: dict[tuple[Kind, str, str | None], list[tuple[datetime, datetime | None]]] = {}
+            for entry in self._entries.values():
+                fate = _fate(entry, now)
+                if fate is not None:
+                    kind, since, next_at = fate
+                    reason = entry.reason if entry.state is State.UNCERTAIN else None
+                    groups.setdefault((kind, entry.key.split(":", 1)[0], reason), []).append((since, next_at))
+        return [
+            Tally(*group, len(times), min(at for at, _ in times), min((at for _, at in times if at), default=None))
+            for group, times in groups.items()
+        ]
+
+    def now(self) -> datetime:
+        """Return the clock's time."""
+        return self._now()
 
     def _uncertain_entries(self) -> list[_Entry]:
         found = [(e.uncertain_at, e.key, e) for e in self._entries.values() if e.uncertain_at is not None]
@@ -608,11 +617,18 @@ def _waits_from(entry: _Entry) -> datetime:
     return entry.next_look_at or _since(entry)
 
 
-def _fate(entry: _Entry) -> tuple[Kind, str, str | None]:
-    scope = entry.key.split(":", 1)[0]
-    if entry.uncertain_at is None:
-        return Kind.DUE, scope, None
-    return Kind.PARKED if entry.parked else Kind.UNCERTAIN, scope, entry.reason
+def _fate(entry: _Entry, now: datetime) -> tuple[Kind, datetime, datetime | None] | None:
+    """Return what the entry is tallied as, since when, and when a sweep is to take it up."""
+    match entry:
+        case _Entry(state=State.UNCERTAIN, parked=True):
+            return Kind.PARKED, _since(entry), None
+        case _Entry(state=State.UNCERTAIN):
+            return Kind.UNCERTAIN, _since(entry), _waits_from(entry)
+        case _Entry(state=State.IN_FLIGHT, granted_at=granted_at, expires_at=expires_at):
+            return (Kind.IN_FLIGHT, granted_at, None) if now < expires_at else (Kind.EXPIRED, granted_at, expires_at)
+        case _Entry(due_at=datetime() as due_at):
+            return Kind.DUE, due_at, due_at
+    return None
 
 
 def _standing_claim(entry: _Entry, holder: UUID, now: datetime) -> ReconcileClaim | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -368,8 +368,13 @@ class PostgresEffectStore:
         return self._records("backlog", limit, prefix, reason, age, parked, *page, self._clock.now())
 
     def tallies(self) -> list[Tally]:
-        rows = self._rows("tallies", columns="kind, scope, reason, count, oldest_at")
+        rows = self._rows("tallies", self._clock.now(), columns="kind, scope, reason, count, oldest_at, next_at")
         return [Tally(Kind(kind), *rest) for kind, *rest in rows]
+
+    def now(self) -> datetime:
+        """Return the database's time, or that of the clock that was given."""
+        now: datetime = self._rows("now", self._clock.now())[0][0]
+        return now
 
     def claim_due(self, limit: int, again_after_seconds: float) -> list[EffectRecord]:
         again_after = _interval(again_after_seconds, "again_after_seconds")

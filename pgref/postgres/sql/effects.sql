@@ -1106,15 +1106,32 @@ BEGIN ATOMIC
 END;
 
 
-CREATE OR REPLACE FUNCTION effect_tallies()
-RETURNS TABLE (kind text, scope text, reason text, count bigint, oldest_at timestamptz)
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
+CREATE OR REPLACE FUNCTION effect_tallies(p_now timestamptz DEFAULT NULL)
+RETURNS TABLE (kind text, scope text, reason text, count bigint, oldest_at timestamptz, next_at timestamptz)
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+  t timestamptz := coalesce(p_now, clock_timestamp());
+  v_watermark timestamptz := (SELECT granted_before FROM effect_store);
+BEGIN
+  RETURN QUERY
+    SELECT CASE WHEN parked THEN 'parked' ELSE 'uncertain' END, split_part(key, ':', 1), reason, count(*), min(uncertain_at),
+        min(coalesce(reconcile_expires_at, uncertain_at)) FILTER (WHERE NOT parked)
+      FROM effect_action WHERE uncertain_at IS NOT NULL GROUP BY 1, 2, 3
+    UNION ALL
+    SELECT 'due', split_part(key, ':', 1), NULL, count(*), min(due_at), min(due_at)
+      FROM effect_action WHERE due_at IS NOT NULL GROUP BY 2
+    UNION ALL
+    SELECT CASE WHEN t < expires_at THEN 'in_flight' ELSE 'expired' END, split_part(key, ':', 1), NULL, count(*),
+        min(granted_at), min(expires_at) FILTER (WHERE t >= expires_at)
+      FROM effect_action WHERE granted_at >= v_watermark AND state = 1 GROUP BY 1, 2;
+END $$;
+
+
+CREATE OR REPLACE FUNCTION effect_now(p_now timestamptz DEFAULT NULL) RETURNS timestamptz
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 BEGIN ATOMIC
-  SELECT CASE WHEN parked THEN 'parked' ELSE 'uncertain' END, split_part(key, ':', 1), reason, count(*), min(uncertain_at)
-    FROM effect_action WHERE uncertain_at IS NOT NULL GROUP BY 1, 2, 3
-  UNION ALL
-  SELECT 'due', split_part(key, ':', 1), NULL, count(*), min(due_at)
-    FROM effect_action WHERE due_at IS NOT NULL GROUP BY 2;
+  SELECT coalesce(p_now, clock_timestamp());
 END;
 
 
