@@ -16,7 +16,7 @@ proofs: $(UV)  ## the long ones: a pooler, an older server, model, search, bad i
 lowest: $(UV)  ## tasks on the oldest versions that are allowed: Celery 5.5
 	$(UV) run --no-project --isolated --resolution lowest-direct --with-editable ".[embedded,testing]" \
 	  --with "pytest>=9,<10" --with "hypothesis>=6.100" --with "trustme>=1.2" \
-	  python -m pytest tests/celery tests/unit $(ARGS)
+	  python -m pytest tests/backlog tests/celery tests/unit $(ARGS)
 
 rabbitmq: $(UV)  ## tests over RabbitMQ, from the machine's package (Debian: rabbitmq-server), which they start themselves
 	$(RUN) pytest tests/rabbitmq $(ARGS)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import Any
+
+from celery import Celery
+from kombu.utils import json
 
 from celery_integration.definition import Call, Definition
 from celery_integration.effect import Applied, Effect, NotApplied, Unknown
@@ -16,7 +20,19 @@ from celery_integration.results import dump_result, load_result, storable, told
 from pgref.contracts.effects import Action, EffectRecord, ReconcileClaim, Resolution, RetrySafety, Ruling
 from pgref.errors import FenceStale, NotUncertain, ReconcileDeferred, ReconcileTaken, UnsafeNotRetryable
 
-__all__ = ["NEEDS_A_PERSON", "Later", "Step", "Todo", "carry_out", "may_run", "plan", "reconcile", "store_time"]
+__all__ = [
+    "NEEDS_A_PERSON",
+    "Later",
+    "Step",
+    "Todo",
+    "call_of",
+    "carry_out",
+    "may_run",
+    "plan",
+    "reconcile",
+    "shut_out",
+    "store_time",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +201,7 @@ def _look(gate: Gate, call: Call | None, todo: Todo, claim: ReconcileClaim, by: 
     if call is None or todo.step in (Step.WAIT, Step.PARK):
         return todo
     waiting = Todo(record, Step.WAIT, wait_seconds=_pause(record, gate.settings.reconcile_seconds))
-    seal = getattr(call.definition.policy.sink, "seal", None)
-    if seal is not None and (failed := _sealed(seal, claim)):
+    if failed := shut_out(call, claim):
         return replace(waiting, note=f"its sink cannot be sealed: {failed}")
     if todo.step is Step.FREE:
         return Resolution(False, by=by, why=todo.note)
@@ -216,13 +231,30 @@ def _unsafe(gate: Gate, record: EffectRecord) -> Todo:
     return Todo(record, Step.WAIT, note, _pause(record, gate.settings.reconcile_seconds))
 
 
-def _sealed(seal: Callable[[str, int], None], claim: ReconcileClaim) -> str | None:
-    """Shut the uncertain attempt out of its sink; return what failed."""
+def shut_out(call: Call, claim: ReconcileClaim) -> str | None:
+    """Shut the uncertain attempt out of its sink, if that can be sealed (G27); return what failed."""
+    seal = getattr(call.definition.policy.sink, "seal", None)
     try:
-        seal(claim.resource, claim.fence)
+        if seal is not None:
+            seal(claim.resource, claim.fence)
     except FenceStale:
         return None  # a newer fence has shut it out already
     except Exception as error:
         logger.exception("cannot seal the sink of %s now", claim.key)
         return told(error)
     return None
+
+
+def call_of(app: Celery, gate: Gate, record: EffectRecord) -> Call | None:
+    """Return the call that the record's message was of, if it can be read and its task is known here."""
+    if record.payload is None:
+        return None
+    try:
+        message = json.loads(record.payload)
+        task: Any = app.tasks[message["task"]]
+        definition: Definition = task.definition
+        args, kwargs = tuple(message["args"]), dict(message["kwargs"])
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        logger.error("cannot tell here what %s is a task of: %s", record.key, told(error))  # noqa: TRY400
+        return None
+    return Call(task, definition, record.action, args, kwargs, gate.settings.lease_seconds)

@@ -38,6 +38,16 @@ class Settings:
     """Period of ``fenced.sweep`` on beat, and how long one goes on while there is something to do."""
     sweep_batch_max: int = 500
     """Keys that a sweep expires, claims or dispatches at once."""
+    dispatch_seconds: float = 5.0
+    """Period of ``fenced.dispatch`` on beat, which sends what was accepted or is free and wanted."""
+    renew_seconds: float | None = None
+    """Period of ``fenced.renew`` on beat. A quarter of ``lease_seconds`` if not set; it cannot keep leases of less than
+    twice its period."""
+    retain_seconds: float = 3600.0
+    """Period of ``fenced.retain`` on beat."""
+    retention_seconds: float | None = None
+    """How long an effect that is done is remembered; a copy of its message that comes later runs again. For ever if not
+    set."""
     max_attempts: int = 100
     """A key that was granted so often runs no more and waits for a person, whose *not applied* allows as many again."""
     result_bytes_max: int = 1024 * 1024
@@ -54,6 +64,11 @@ class Settings:
         valid_limit(self.max_attempts, "fenced_max_attempts")
         if type(self.result_bytes_max) is not int or self.result_bytes_max < 1:
             raise InvalidArgument("fenced_result_bytes_max must be an int of at least 1")
+
+    @property
+    def renew_period_seconds(self) -> float:
+        """Period of ``fenced.renew`` on beat."""
+        return self.lease_seconds / 4 if self.renew_seconds is None else self.renew_seconds
 
     @property
     def probe_limit_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""The sweep: expire what is overdue, settle what can be settled, dispatch what is free and still wanted."""
+"""What beat does again and again: expire, settle, dispatch, remove."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import logging
 import socket
 import time
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from celery import Celery
 from kombu.exceptions import OperationalError
-from kombu.utils import json
 
-from celery_integration.definition import Call, Definition
 from celery_integration.delivery import signature_of
 from celery_integration.process import Gate, gate_of
-from celery_integration.reconcile import Step, Todo, carry_out, plan, store_time
+from celery_integration.reconcile import Step, Todo, call_of, carry_out, plan, store_time
 from celery_integration.results import told
 from pgref.contracts.effects import EffectRecord, ReconcileClaim
 from pgref.errors import NotUncertain, OutcomeUnknown, ReconcileTaken, Unavailable
 
-__all__ = ["Swept", "sweep"]
+__all__ = ["Swept", "dispatch", "retain", "sweep"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +42,44 @@ def sweep(app: Celery, *, by: str = "") -> Swept:
     is looked at by one of them. ``by`` says in the history who swept. Raises `Unavailable` if the database is away;
     nothing is lost by that.
     """
-    sweeper = _Sweep(app, gate_of(app), by or f"sweep on {socket.gethostname()}")
-    sweeper.run()
+    gate = gate_of(app)
+    sweeper = _Sweep(app, gate, by or f"sweep on {socket.gethostname()}", gate.settings.sweep_seconds)
+    sweeper.expire()
+    sweeper.settle_all()
+    sweeper.dispatch()
     return Swept(**sweeper.counts)
 
 
+def dispatch(app: Celery) -> int:
+    """Send the messages of what is free and wanted, as `sweep` does; return how many.
+
+    Goes on until nothing is due or ``fenced_dispatch_seconds`` are over.
+    """
+    gate = gate_of(app)
+    sweeper = _Sweep(app, gate, "", gate.settings.dispatch_seconds)
+    sweeper.dispatch()
+    return sweeper.counts["dispatched"]
+
+
+def retain(app: Celery) -> int:
+    """Remove what has been done for longer than ``fenced_retention_seconds``, if that is set; return how many keys.
+
+    Goes on until nothing is left or ``fenced_retain_seconds`` are over.
+    """
+    gate = gate_of(app)
+    sweeper = _Sweep(app, gate, "", gate.settings.retain_seconds)
+    return sweeper.retain()
+
+
 class _Sweep:
-    def __init__(self, app: Celery, gate: Gate, by: str) -> None:
+    """One run over what waits, until nothing is left or its time is over."""
+
+    def __init__(self, app: Celery, gate: Gate, by: str, seconds: float) -> None:
         self.app, self.gate, self.by = app, gate, by
-        self.ends_at = time.monotonic() + gate.settings.sweep_seconds
+        self.ends_at = time.monotonic() + seconds
         self.counts = {field.name: 0 for field in fields(Swept)}
 
-    def run(self) -> None:
-        self._expire()
-        self._settle_all()
-        self._dispatch()
-
-    def _expire(self) -> None:
+    def expire(self) -> None:
         batch = self.gate.settings.sweep_batch_max
         while self._time_left():
             expired = self.gate.effects.expire_intents(batch)
@@ -69,7 +87,7 @@ class _Sweep:
             if expired < batch:
                 break
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
         batch = self.gate.settings.sweep_batch_max
         while self._time_left():
             due = self.gate.effects.claim_due(batch, self.gate.settings.redispatch_seconds)
@@ -82,10 +100,20 @@ class _Sweep:
             if len(due) < batch:
                 return
 
+    def retain(self) -> int:
+        batch, horizon_seconds = self.gate.settings.sweep_batch_max, self.gate.settings.retention_seconds
+        removed = 0
+        while horizon_seconds is not None and self._time_left():
+            count = self.gate.effects.retain(horizon_seconds, batch)
+            removed += count
+            if count < batch:
+                break
+        return removed
+
     def _time_left(self) -> bool:
         return time.monotonic() < self.ends_at
 
-    def _settle_all(self) -> None:
+    def settle_all(self) -> None:
         """Claim groups that grow while they are quickly settled, so that no claim ends before its turn."""
         size, ttl = 1, self.gate.settings.reconcile_seconds
         while self._time_left():
@@ -102,7 +130,7 @@ class _Sweep:
 
     def _settle(self, record: EffectRecord, claim: ReconcileClaim) -> None:
         pause_seconds = self.gate.settings.reconcile_seconds
-        call = _call_of(self.app, self.gate, record)
+        call = call_of(self.app, self.gate, record)
         [todo] = plan(
             [(record, None if call is None else call.definition)], store_time(self.gate, claim), pause_seconds
         )
@@ -121,21 +149,6 @@ class _Sweep:
                 self.counts["parked" if step is Step.PARK else "put_off"] += 1
             case _:
                 self.counts["settled"] += 1
-
-
-def _call_of(app: Celery, gate: Gate, record: EffectRecord) -> Call | None:
-    """Return the call that the record's message was of, if it can be read and its task is known here."""
-    if record.payload is None:
-        return None
-    try:
-        message = json.loads(record.payload)
-        task: Any = app.tasks[message["task"]]
-        definition: Definition = task.definition
-        args, kwargs = tuple(message["args"]), dict(message["kwargs"])
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        logger.error("cannot tell here what %s is a task of: %s", record.key, told(error))  # noqa: TRY400
-        return None
-    return Call(task, definition, record.action, args, kwargs, gate.settings.lease_seconds)
 
 
 def _dispatched(app: Celery, record: EffectRecord) -> bool:

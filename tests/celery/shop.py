@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -356,6 +357,15 @@ def hard_charge(effect: Effect, key: str) -> Any:
 @hard_charge.probe
 def hard_charge_probe(effect: Effect, key: str) -> Applied | NotApplied:
     return Applied({"probed": len(outside(key))}) if outside(key) else NotApplied()
+
+
+@fenced_task(key="{key}", sink="external", lease_seconds=4)
+def grip(effect: Effect, key: str) -> Any:
+    """Hold the interpreter until something can be read from a pipe: its process renews nothing meanwhile."""
+    _apply_outside(effect, key)
+    pipe = os.open(LEDGER / f"pipe {key}", os.O_RDWR)
+    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+    return {"attempt": effect.attempt}
 
 
 @fenced_task(key="{key}")

@@ -1,11 +1,10 @@
-"""The sweep in this process, on PostgreSQL with a clock of the test's: what it asks, rules, puts off and sends."""
+"""The sweep and what else beat runs, in this process: what it asks, rules, puts off, sends and removes."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,133 +12,29 @@ import pytest
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from celery_integration import Applied, Effect, EffectBusy, EffectUncertain, NotApplied, Unknown, fenced_task, install
+from celery_integration import Applied, Effect, EffectBusy, EffectUncertain, NotApplied, Unknown, schedule
 from celery_integration.process import Gate, gate_of
 from celery_integration.reconcile import LOOKS_AT_UNSAFE_MAX, SETTLING
-from celery_integration.sweep import Swept, sweep
+from celery_integration.running import renew
+from celery_integration.sweep import Swept, dispatch, retain
 from pgref.clock import ManualClock
-from pgref.contracts.effects import Action, EffectRecord, Granted, Resolution, State
-from pgref.embedded import PostgresServer
-from pgref.postgres import Stores, drop_schema, new_schema
-
-PAUSE = 60.0
-LEASE = 30.0
-
-asked: Counter[str] = Counter()
-verdicts: dict[str, Any] = defaultdict(lambda: Applied("found"))
-hanging = threading.Event()
-ran: list[str] = []
-
-
-def _probe(effect: Effect, key: str) -> Any:
-    asked[key] += 1
-    match verdicts[key]:
-        case "hang":
-            return hanging.wait()
-        case Exception() as error:
-            raise error
-        case verdict if callable(verdict):
-            return verdict(effect)
-        case verdict:
-            return verdict
-
-
-@fenced_task(key="{key}", sink="external", scope="sweep")
-def risky(effect: Effect, key: str) -> None:
-    raise ConnectionError("no answer")
-
-
-@fenced_task(key="{key}", sink="external", scope="sweep safe", retry_safety="safe")
-def harmless(effect: Effect, key: str) -> None:
-    ran.append(key)
-
-
-@fenced_task(key="{key}", sink="external", scope="sweep unasked")
-def unasked(effect: Effect, key: str) -> None: ...
-
-
-@fenced_task(key="{key}", sink="external", scope="sweep slow", settle_seconds=10)
-def settling(effect: Effect, key: str) -> None: ...
-
-
-@fenced_task(key="{key}", sink="external", scope="sweep trusting", trust_late_results=True)
-def trusting(effect: Effect, key: str) -> None: ...
-
-
-@fenced_task(key="{key}", scope="sweep database")
-def booked(effect: Effect, key: str) -> None: ...
-
-
-for task in (risky, harmless, settling):
-    task.probe(_probe)
-
-
-@pytest.fixture(scope="module")
-def app(postgres: PostgresServer) -> Iterator[Celery]:
-    app = Celery("sweeping", broker="memory://", set_as_current=False)
-    app.conf.task_create_missing_queues = True
-    dsn = postgres.create_database("sweeping")
-    install(app, dsn=dsn, reconcile_seconds=PAUSE, probe_seconds=20, sweep_batch_max=100)
-    app.finalize()
-    yield app
-    gate_of(app).stores.close()
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def gate(app: Celery, clock: ManualClock) -> Iterator[Gate]:
-    gate = gate_of(app)
-    schema = new_schema(gate.stores.engine)
-    gate.effects = Stores.open(gate.stores.engine, schema=schema, clock=clock).effects
-    asked.clear()
-    verdicts.clear()
-    yield gate
-    drop_schema(gate.stores.engine, schema)
-
-
-def action_of(app: Celery, task: Any, name: str, *, payload: bool = True) -> Action:
-    definition = task.definition
-    task = app.tasks[task.name]
-    from celery_integration.delivery import dumped
-
-    text = dumped(task.signature((name,), task_id=name)) if payload else None
-    return definition.action(task.name, definition.arguments((name,), {}), name, text)  # type: ignore[no-any-return]
-
-
-class Backlog:
-    """Uncertain effects, and what became of them."""
-
-    def __init__(self, app: Celery, gate: Gate) -> None:
-        self.app, self.gate = app, gate
-
-    def granted(self, task: Any, name: str, *, payload: bool = True) -> tuple[Action, Granted]:
-        action = action_of(self.app, task, name, payload=payload)
-        granted = self.gate.effects.acquire(action, LEASE)
-        assert isinstance(granted, Granted)
-        return action, granted
-
-    def uncertain(self, task: Any, *names: str, payload: bool = True) -> None:
-        for name in names:
-            action, granted = self.granted(task, name, payload=payload)
-            self.gate.effects.mark_uncertain(action, granted.lease, "test")
-            self.gate.effects.release(action, granted.lease)
-
-    def record(self, task: Any, name: str) -> EffectRecord:
-        record = self.gate.effects.lookup(action_of(self.app, task, name).key)
-        assert record is not None
-        return record
-
-    def swept(self) -> Swept:
-        return sweep(self.app, by="ann")
-
-
-@pytest.fixture
-def backlog(app: Celery, gate: Gate) -> Backlog:
-    return Backlog(app, gate)
+from pgref.contracts.effects import Action, Granted, Renewal, Resolution, State
+from pgref.errors import Unavailable
+from tests.backlog.doubt import (
+    LEASE,
+    PAUSE,
+    Backlog,
+    action_of,
+    asked,
+    booked,
+    hanging,
+    harmless,
+    risky,
+    settling,
+    trusting,
+    unasked,
+    verdicts,
+)
 
 
 def test_what_expired_is_asked_about_and_settled(backlog: Backlog, clock: ManualClock) -> None:
@@ -409,3 +304,82 @@ def test_a_broker_that_is_away_is_asked_once(
     assert len(tries) == 1
     clock.tick(gate_of(app).settings.redispatch_seconds)
     assert backlog.swept().dispatched == 2
+
+
+def test_what_is_accepted_is_dispatched(backlog: Backlog, app: Celery, gate: Gate) -> None:
+    """FC-30: between two sweeps as well."""
+    with gate.stores.engine.begin() as connection:
+        gate.effects.accept_within(connection, action_of(app, booked, "wanted"))
+    assert (dispatch(app), dispatch(app)) == (1, 0)
+
+
+def test_what_is_done_is_kept_until_the_setting_says_otherwise(
+    backlog: Backlog, app: Celery, gate: Gate, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G25: what is done for longer than that, in batches, and nothing else."""
+    for number in range(250):
+        action, granted = backlog.granted(booked, f"done {number}")
+        gate.effects.complete(action, granted.lease)
+    backlog.uncertain(unasked, "in doubt")
+    clock.tick(1000)
+    action, granted = backlog.granted(booked, "recent")
+    gate.effects.complete(action, granted.lease)
+    assert retain(app) == 0
+    monkeypatch.setattr(gate, "settings", replace(gate.settings, retention_seconds=999))
+    assert (retain(app), retain(app)) == (250, 0)
+    assert backlog.record(booked, "recent").state is State.DONE
+    assert backlog.record(unasked, "in doubt").state is State.UNCERTAIN
+
+
+def test_exactly_what_is_reported_is_renewed(
+    backlog: Backlog, app: Celery, gate: Gate, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G13: the attempt that came from the very message that a worker says it runs."""
+    leases = {name: backlog.granted(risky, name)[1].lease for name in ("runs", "other message", "unreported")}
+    backlog.uncertain(risky, "in doubt")
+    clock.tick(LEASE / 2)
+    keys = {name: backlog.record(risky, name).key for name in (*leases, "in doubt")}
+    reported = [
+        {"id": "runs", "key": keys["runs"], "lease_seconds": LEASE},
+        {"id": "another", "key": keys["other message"], "lease_seconds": LEASE},
+        {"id": "in doubt", "key": keys["in doubt"], "lease_seconds": LEASE},
+        {"id": "unheard of", "key": "unheard of", "lease_seconds": LEASE},
+    ]
+    replies = [{"one@host": reported}, {"two@host": []}, {"old@host": {"error": "unknown command"}}]
+    monkeypatch.setattr(app.control, "broadcast", lambda *_, **__: replies)
+    assert renew(app, 1) == {Renewal.RENEWED: 1}
+    assert backlog.record(risky, "runs").expires_at == clock.now() + timedelta(seconds=LEASE)
+    for name in ("other message", "unreported"):
+        assert backlog.record(risky, name).expires_at == leases[name].expires_at
+    monkeypatch.setattr(app.control, "broadcast", lambda *_, **__: None)
+    assert renew(app, 1) == {}
+
+
+@pytest.mark.parametrize("name", ["sweep", "dispatch", "renew", "retain"])
+def test_without_the_database_it_waits_for_the_next_time(
+    app: Celery, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is lost, and the task does not fail."""
+
+    def away(*_: Any, **__: Any) -> None:
+        raise Unavailable("away")
+
+    monkeypatch.setattr(sys.modules[schedule.__module__], name, away)
+    app.tasks[f"fenced.{name}"]()
+    assert f"no fenced.{name} now: away" in caplog.text
+
+
+def test_what_beat_runs(app: Celery) -> None:
+    """Each with its own period; a run that is late gives way to the next."""
+    app.conf.beat_schedule = {"mine": {"task": "mine", "schedule": 1}}
+    schedule(app)
+    entries = dict(app.conf.beat_schedule)
+    assert entries.pop("mine") == {"task": "mine", "schedule": 1}
+    assert {name: entry["schedule"] for name, entry in entries.items()} == {
+        "fenced.sweep": 30,
+        "fenced.dispatch": 5,
+        "fenced.renew": 15,
+        "fenced.retain": 3600,
+    }
+    assert all(name == entry["task"] in app.tasks for name, entry in entries.items())
+    assert all(entry["options"]["expires"] == entry["schedule"] for entry in entries.values())
