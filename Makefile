@@ -2,7 +2,7 @@
 UV := $(or $(shell command -v uv 2>/dev/null),$(CURDIR)/.uv/bin/uv)
 RUN := $(UV) run --frozen --all-extras
 
-.PHONY: demo test proofs lowest rabbitmq mutants lint bench bench-celery guarantees
+.PHONY: demo test proofs lowest rabbitmq mutants lint bench bench-celery bench-backlog guarantees
 
 demo: $(UV)  ## the shop under kill -9; options in ARGS, e.g. ARGS="--orders 1000 --seed 7"
 	LEASH=$$PPID $(RUN) python -m examples.worker.demo $(ARGS)
@@ -35,6 +35,9 @@ bench: $(UV)  ## figures beside their floors
 
 bench-celery: $(UV)  ## figures of tasks on a real worker
 	$(RUN) --group bench python -m bench.celery $(ARGS)
+
+bench-backlog: $(UV)  ## figures of the backlog: settled by several sweeps, and listed
+	$(RUN) python -m bench.backlog $(ARGS)
 
 guarantees: $(UV)  ## docs/reference/guarantees.md from the suite's docstrings
 	$(RUN) python -m pgref.conformance.table > guarantees.new && mv guarantees.new docs/reference/guarantees.md
