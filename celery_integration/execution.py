@@ -16,6 +16,7 @@ from celery_integration.delivery import retry_delay_seconds
 from celery_integration.effect import Effect, NotApplied, RetryLater
 from celery_integration.process import Gate
 from celery_integration.results import dump_result, load_result, told
+from celery_integration.signals import Answer, tell
 from pgref import signals
 from pgref.contracts.effects import Granted, Outcome, State
 from pgref.errors import FenceError, OutcomeUnknown, PgrefError, Refused, Unavailable
@@ -69,6 +70,7 @@ class Attempt:
     def abandon(self, error: BaseException) -> None:
         """Withdraw the intent after a definite failure. If the store is away, expiry will settle it."""
         due_in = _retry_due(self.call, error)
+        tell(self.call.task, self.call.action.key, Answer.WITHDRAWN)
         try:
             self.gate.effects.abandon(self.call.action, self.granted.lease, due_in_seconds=due_in)
         except PgrefError as refused:
@@ -80,6 +82,7 @@ class Attempt:
 
     def mark_because(self, reason: str) -> None:
         """As `mark`, with a reason in words."""
+        tell(self.call.task, self.call.action.key, Answer.MARKED)
         try:
             self.gate.effects.mark_uncertain(self.call.action, self.granted.lease, reason, by=self.call.worker)
         except PgrefError as refused:
@@ -194,9 +197,11 @@ def run_in_one_commit(gate: Gate, call: Call) -> Returned | Outcome:
                 completing = True
                 gate.effects.complete_acquired(connection, call.action, outcome.lease, text)
             return Returned(value)
-        except (FenceError, Unavailable, OutcomeUnknown, sa.exc.DBAPIError) as error:
-            if completing:
+        except BaseException as error:
+            if completing and isinstance(error, (FenceError, Unavailable, OutcomeUnknown, sa.exc.DBAPIError)):
                 raise Interrupted(f"the commit failed: {error}") from error
+            if not isinstance(error, PgrefError):
+                tell(call.task, call.action.key, Answer.WITHDRAWN)
             raise
 
 

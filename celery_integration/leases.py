@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from celery_integration.signals import lease_lost
 from pgref import signals
 from pgref.contracts.effects import Action, EffectStore, Lease, Renewal
 from pgref.errors import LeaseLost, PgrefError
@@ -48,6 +49,7 @@ class HeldLease:
         self.due_at = at + self.ttl_seconds / 12
         if at - self.renewed_at >= self.ttl_seconds:
             self.gone()
+            lease_lost.send(sender=LeaseKeeper, key=self.action.key)
 
     def gone(self) -> None:
         self.due_at = float("inf")
@@ -117,3 +119,4 @@ class LeaseKeeper:
                     held.missed(asked_at)
                 case Renewal.LOST:
                     held.gone()
+                    lease_lost.send(sender=LeaseKeeper, key=held.action.key)

@@ -14,6 +14,7 @@ from celery_integration.delivery import signature_of
 from celery_integration.process import Gate, gate_of
 from celery_integration.reconcile import Step, Todo, call_of, carry_out, plan, store_time
 from celery_integration.results import told
+from celery_integration.signals import effects_removed, swept
 from pgref.contracts.effects import EffectRecord, ReconcileClaim
 from pgref.errors import NotUncertain, OutcomeUnknown, ReconcileTaken, Unavailable
 
@@ -43,11 +44,14 @@ def sweep(app: Celery, *, by: str = "") -> Swept:
     nothing is lost by that.
     """
     gate = gate_of(app)
+    started_at = time.monotonic()
     sweeper = _Sweep(app, gate, by or f"sweep on {socket.gethostname()}", gate.settings.sweep_seconds)
     sweeper.expire()
     sweeper.settle_all()
     sweeper.dispatch()
-    return Swept(**sweeper.counts)
+    done = Swept(**sweeper.counts)
+    swept.send(sender=app, swept=done, seconds=time.monotonic() - started_at)
+    return done
 
 
 def dispatch(app: Celery) -> int:
@@ -67,8 +71,9 @@ def retain(app: Celery) -> int:
     Goes on until nothing is left or ``fenced_retain_seconds`` are over.
     """
     gate = gate_of(app)
-    sweeper = _Sweep(app, gate, "", gate.settings.retain_seconds)
-    return sweeper.retain()
+    removed = _Sweep(app, gate, "", gate.settings.retain_seconds).retain()
+    effects_removed.send(sender=app, count=removed)
+    return removed
 
 
 class _Sweep:

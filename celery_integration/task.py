@@ -19,8 +19,9 @@ from celery_integration.execution import Attempt, Interrupted, Returned, run_gra
 from celery_integration.process import Gate, gate_of
 from celery_integration.reconcile import NEEDS_A_PERSON, Later, may_run, reconcile
 from celery_integration.results import load_result
+from celery_integration.signals import Answer, tell
 from pgref.contracts.effects import Contended, Done, Granted, InFlight, Outcome, State, Uncertain
-from pgref.errors import InvalidArgument, OutcomeUnknown, SchemaError, Unavailable
+from pgref.errors import FingerprintMismatch, InvalidArgument, OutcomeUnknown, SchemaError, Unavailable
 
 __all__ = ["FencedTask"]
 
@@ -74,31 +75,43 @@ class FencedTask(Task):  # type: ignore[type-arg]
             return self._answered(gate, call)
         except Interrupted as error:
             logger.warning("%s was interrupted and comes back: %s", call.action.key, error)
+            tell(self, call.action.key, Answer.INTERRUPTED)
             self._come_back(call, gate.settings.comeback_seconds_max)
         except (Unavailable, OutcomeUnknown, SchemaError) as error:
             logger.error("%s comes back: %s", call.action.key, error)  # noqa: TRY400  the database is away, not the code
+            tell(self, call.action.key, Answer.AWAY)
             self._come_back(call, AWAY_SECONDS)
-
+        except FingerprintMismatch:
+            tell(self, call.action.key, Answer.REFUSED)
+            raise
         except RetryLater as retry:
             raise self.retry(throw=False, **retry.options) from retry.__cause__
 
     def _answered(self, gate: Gate, call: Call) -> Any:
+        key = call.action.key
         while True:
             asked_at = time.monotonic()
             match self._ask(gate, call):
                 case Returned(value=value):
+                    tell(self, key, Answer.DONE)
                     return value
                 case Granted() as granted:
-                    return self._run(Attempt(gate, call, granted, asked_at))
+                    value = self._run(Attempt(gate, call, granted, asked_at))
+                    tell(self, key, Answer.DONE)
+                    return value
                 case Done(result=result):
+                    tell(self, key, Answer.REPLAYED)
                     return load_result(result)
-                case InFlight(retry_after_seconds=seconds) | Contended(retry_after_seconds=seconds):
+                case InFlight(retry_after_seconds=seconds) | Contended(retry_after_seconds=seconds) as busy:
+                    tell(self, key, Answer.IN_FLIGHT if isinstance(busy, InFlight) else Answer.CONTENDED)
                     self._come_back(call, min(seconds, gate.settings.comeback_seconds_max))
                 case Uncertain(reason=reason):
                     match reconcile(gate, call, reason):
                         case None:
+                            tell(self, key, Answer.UNCERTAIN)
                             raise _uncertain(call, reason)
                         case Later(seconds=seconds):
+                            tell(self, key, Answer.IN_FLIGHT)
                             self._come_back(call, min(seconds, gate.settings.comeback_seconds_max))
 
     def _ask(self, gate: Gate, call: Call) -> Returned | Outcome:

@@ -25,11 +25,11 @@ from celery_integration.cli.output import (
     table,
 )
 from celery_integration.process import gate_of
-from pgref.contracts.effects import EffectRecord, Kind, Tally
+from pgref.contracts.effects import EffectRecord, Kind, late_seconds
 from pgref.errors import InvalidArgument
 from pgref.keys import LIMIT_MAX, valid_key
 
-__all__ = ["backlog", "late_seconds", "show", "status"]
+__all__ = ["backlog", "show", "status"]
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
@@ -44,11 +44,6 @@ class Span(click.ParamType):  # type: ignore[type-arg]  # no subscript in older 
         if match is None:
             self.fail(f"{value!r} is not a time span such as 90, 15m, 2h or 1d", param, ctx)
         return float(match[1]) * UNITS[match[2] or "s"]
-
-
-def late_seconds(tallies: list[Tally], now: datetime) -> float:
-    """Return for how long the first of what waits for a sweep has waited; 0 if nothing does."""
-    return max([0.0, *((now - tally.next_at).total_seconds() for tally in tallies if tally.next_at is not None)])
 
 
 @click.command

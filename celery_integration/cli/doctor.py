@@ -13,12 +13,11 @@ import sqlalchemy as sa
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from celery_integration.cli.backlog import late_seconds
 from celery_integration.cli.output import Exit, age, app_of, as_json, definitions, json_option, printable, table
 from celery_integration.definition import Definition
 from celery_integration.process import Gate, gate_of
 from celery_integration.results import told
-from pgref.contracts.effects import Kind, RetrySafety
+from pgref.contracts.effects import Kind, RetrySafety, late_seconds
 from pgref.errors import PgrefError
 from pgref.postgres import verify_schema
 

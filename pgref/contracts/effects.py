@@ -33,6 +33,7 @@ __all__ = [
     "State",
     "Tally",
     "Uncertain",
+    "late_seconds",
     "valid_action",
     "valid_actions",
     "valid_after",
@@ -276,6 +277,11 @@ class Tally:
     """When the oldest became uncertain, was granted, or is due."""
     next_at: datetime | None
     """When the first of them is to be taken up by a sweep; it is late if that is past. None: no sweep takes them up."""
+
+
+def late_seconds(tallies: Sequence[Tally], now: datetime) -> float:
+    """Return for how long the first of what waits for a sweep has waited at ``now``; 0 if nothing does."""
+    return max([0.0, *((now - tally.next_at).total_seconds() for tally in tallies if tally.next_at is not None)])
 
 
 @dataclass(frozen=True, slots=True)

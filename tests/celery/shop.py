@@ -21,6 +21,7 @@ from celery.signals import before_task_publish
 import celery_integration.errors
 import pgref.errors
 from celery_integration import Applied, Effect, FencedTask, NotApplied, Unknown, fenced_task, install, schedule
+from celery_integration.prometheus import instrument
 from pgref.contracts.effects import Granted, Resolution
 from pgref.errors import OutcomeUnknown
 from pgref.redis import Recorder, RedisSink
@@ -42,6 +43,7 @@ app.conf.update(
 )
 install(app, lease_seconds=2, comeback_seconds_max=0.5, reconcile_seconds=1, probe_seconds=1, redispatch_seconds=1)
 schedule(app)
+instrument()
 
 metadata = sa.MetaData()
 entry = sa.Table("entry", metadata, sa.Column("key", sa.Text, index=True), sa.Column("cents", sa.Integer))

@@ -27,7 +27,7 @@ class Worker:
 
     def __init__(self, log: Path, environment: dict[str, str]) -> None:
         self.log = log
-        self._environment = environment
+        self.environment = environment
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -37,7 +37,7 @@ class Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "celery", "-A", "tests.celery.shop", "worker", *options],
                 cwd=ROOT,
-                env=self._environment,
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -88,7 +88,8 @@ def shop(shop_environment: dict[str, str]) -> ModuleType:
 def worker(
     shop: ModuleType, shop_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Worker]:
-    worker = Worker(tmp_path_factory.mktemp("worker") / "worker.log", shop_environment)
+    metrics = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path_factory.mktemp("metrics"))}
+    worker = Worker(tmp_path_factory.mktemp("worker") / "worker.log", {**shop_environment, **metrics})
     worker.start()
     shop.ping.delay().get(timeout=DEADLINE_SECONDS)
     yield worker
