@@ -14,8 +14,8 @@ proofs: $(UV)  ## the long ones: a pooler, an older server, model, search, bad i
 	$(RUN) pytest tests/lanes tests/property tests/faults $(ARGS)
 
 lowest: $(UV)  ## tasks on the oldest versions that are allowed: Celery 5.5
-	$(UV) run --no-project --isolated --resolution lowest-direct --with-editable ".[embedded,prometheus,testing]" \
-	  --with "pytest>=9,<10" --with "hypothesis>=6.100" --with "trustme>=1.2" \
+	$(UV) run --no-project --isolated --resolution lowest-direct --with-editable ".[embedded,otel,prometheus,testing]" \
+	  --with "pytest>=9,<10" --with "hypothesis>=6.100" --with "trustme>=1.2" --with "opentelemetry-sdk>=1.25" \
 	  python -m pytest tests/backlog tests/celery tests/unit $(ARGS)
 
 rabbitmq: $(UV)  ## tests over RabbitMQ, from the machine's package (Debian: rabbitmq-server), which they start themselves

@@ -41,6 +41,7 @@ class Returned:
     """What a body returned whose effect is done."""
 
     value: Any
+    granted: Granted
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Attempt:
     def abandon(self, error: BaseException) -> None:
         """Withdraw the intent after a definite failure. If the store is away, expiry will settle it."""
         due_in = _retry_due(self.call, error)
-        tell(self.call.task, self.call.action.key, Answer.WITHDRAWN)
+        tell(self.call.task, self.call.action.key, Answer.WITHDRAWN, self.granted)
         try:
             self.gate.effects.abandon(self.call.action, self.granted.lease, due_in_seconds=due_in)
         except PgrefError as refused:
@@ -82,7 +83,7 @@ class Attempt:
 
     def mark_because(self, reason: str) -> None:
         """As `mark`, with a reason in words."""
-        tell(self.call.task, self.call.action.key, Answer.MARKED)
+        tell(self.call.task, self.call.action.key, Answer.MARKED, self.granted)
         try:
             self.gate.effects.mark_uncertain(self.call.action, self.granted.lease, reason, by=self.call.worker)
         except PgrefError as refused:
@@ -196,7 +197,7 @@ def run_in_one_commit(gate: Gate, call: Call) -> Returned | Outcome:
                 holding.enter_context(signals.held())
                 completing = True
                 gate.effects.complete_acquired(connection, call.action, outcome.lease, text)
-            return Returned(value)
+            return Returned(value, outcome)
         except BaseException as error:
             if completing and isinstance(error, (FenceError, Unavailable, OutcomeUnknown, sa.exc.DBAPIError)):
                 raise Interrupted(f"the commit failed: {error}") from error

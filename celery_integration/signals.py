@@ -11,10 +11,13 @@ from typing import Any
 
 from celery.utils.dispatch import Signal
 
+from pgref.contracts.effects import Granted
+
 __all__ = ["Answer", "effect_answered", "effects_removed", "lease_lost", "swept", "tell"]
 
-effect_answered = Signal(name="effect_answered", providing_args=["key", "answer"])
-"""What came of a delivery. ``sender`` is the task, ``key`` the effect's, ``answer`` an `Answer`."""
+effect_answered = Signal(name="effect_answered", providing_args=["key", "answer", "granted"])
+"""What came of a delivery. ``sender`` is the task, ``key`` the effect's, ``answer`` an `Answer`, and ``granted`` the grant,
+with fence and attempt, if there was one."""
 
 lease_lost = Signal(name="lease_lost", providing_args=["key"])
 """A lease could not be renewed while its body ran. ``sender`` is the class of the keeper."""
@@ -51,6 +54,6 @@ class Answer(StrEnum):
     """The key stands for another input."""
 
 
-def tell(sender: Any, key: str, answer: Answer) -> None:
+def tell(sender: Any, key: str, answer: Answer, granted: Granted | None = None) -> None:
     """Send `effect_answered`."""
-    effect_answered.send(sender=sender, key=key, answer=answer)
+    effect_answered.send(sender=sender, key=key, answer=answer, granted=granted)

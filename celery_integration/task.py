@@ -92,12 +92,12 @@ class FencedTask(Task):  # type: ignore[type-arg]
         while True:
             asked_at = time.monotonic()
             match self._ask(gate, call):
-                case Returned(value=value):
-                    tell(self, key, Answer.DONE)
+                case Returned(value=value, granted=granted):
+                    tell(self, key, Answer.DONE, granted)
                     return value
                 case Granted() as granted:
                     value = self._run(Attempt(gate, call, granted, asked_at))
-                    tell(self, key, Answer.DONE)
+                    tell(self, key, Answer.DONE, granted)
                     return value
                 case Done(result=result):
                     tell(self, key, Answer.REPLAYED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from celery_integration.cli import backlog, doctor, metrics, operate
+from celery_integration.cli import backlog, doctor, health, metrics, operate
 
 __all__ = ["fenced"]
 
@@ -22,4 +22,5 @@ def fenced() -> None:
 for command in (backlog.status, backlog.backlog, backlog.show, operate.resolve, operate.sweep, operate.migrate):
     fenced.add_command(command)
 fenced.add_command(doctor.doctor)
+fenced.add_command(health.health)
 fenced.add_command(metrics.metrics)
