@@ -16,8 +16,8 @@ from pgref.contracts.effects import Granted
 __all__ = ["Answer", "effect_answered", "effects_removed", "lease_lost", "swept", "tell"]
 
 effect_answered = Signal(name="effect_answered", providing_args=["key", "answer", "granted"])
-"""What came of a delivery. ``sender`` is the task, ``key`` the effect's, ``answer`` an `Answer`, and ``granted`` the grant,
-with fence and attempt, if there was one."""
+"""What came of a delivery. ``sender`` is the task, ``key`` the effect's, ``answer`` an `Answer`, and ``granted`` the
+grant, with fence and attempt, if there was one."""
 
 lease_lost = Signal(name="lease_lost", providing_args=["key"])
 """A lease could not be renewed while its body ran. ``sender`` is the class of the keeper."""

@@ -26,16 +26,17 @@ def health(context: click.Context, *, worker: str | None, live: bool, timeout: f
     """
     app = app_of(context)
     try:
-        answers = app.control.ping([worker] if worker else None, timeout=timeout)
+        asked = [worker] if worker else None
+        answers = app.control.broadcast("ping", destination=asked, reply=True, timeout=timeout, limit=1) or []
     except OperationalError as error:
         raise click.ClickException(f"the broker is away: {told(error)}") from error
     if not answers:
-        raise click.ClickException(f"{worker or 'no worker'} does not answer" if worker else "no worker answers")
+        raise click.ClickException(f"{worker} does not answer" if worker else "no worker answers")
     names = ", ".join(sorted(name for answer in answers for name in answer))
     if live:
         click.echo(f"{names}: alive")
         return
     gate = gate_of(app)
-    verify_schema(gate.stores.engine, gate.settings.schema)
     gate.effects.now()
+    verify_schema(gate.stores.engine, gate.settings.schema)
     click.echo(f"{names}: ready")

@@ -12,10 +12,12 @@ from importlib.util import find_spec
 from typing import Any, NoReturn, ParamSpec
 
 import click
+import sqlalchemy as sa
 from celery import Celery
 
 from celery_integration.definition import Definition
 from celery_integration.process import Gate, gate_of
+from celery_integration.results import told
 from pgref.errors import PgrefError
 
 __all__ = [
@@ -70,14 +72,16 @@ def definitions(app: Celery) -> list[tuple[str, Definition]]:
 
 
 def command_errors(function: Callable[P, None]) -> Callable[P, None]:
-    """Print an error of pgref's as a line, and exit with 1."""
+    """Print an error of pgref's or of the database as a line, and exit with 1."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             function(*args, **kwargs)
         except PgrefError as error:
-            raise click.ClickException(printable(f"{type(error).__name__}: {error}")) from error
+            raise click.ClickException(printable(told(error))) from error
+        except sa.exc.DBAPIError as error:
+            raise click.ClickException(printable(told(error.orig or error))) from error
 
     return run
 

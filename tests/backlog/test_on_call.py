@@ -15,7 +15,8 @@ from pgref.postgres import Stores
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "on-call.md"
-SERVES = {"celery -A shop fenced metrics"}  # and does not end: see tests/celery/test_metrics.py
+NEED_A_WORKER = {"celery -A shop fenced metrics", "celery -A shop fenced health --live"}
+"""Those are run in test_metrics.py and test_health.py."""
 SHOP = """
 from celery import Celery
 from celery_integration import fenced_task, install, schedule
@@ -33,7 +34,7 @@ def commands() -> list[str]:
     readme = re.findall(r"celery -A shop fenced \w[^`\n]*", (ROOT / "README.md").read_text())
     blocks = re.findall(r"```console\n(.*?)```", PAGE.read_text(), re.DOTALL)
     tour = [line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")]
-    return [*(command for command in readme if command not in SERVES), *tour]
+    return [*(command for command in readme if command not in NEED_A_WORKER), *tour]
 
 
 def test_each_command_does_what_it_says(postgres: PostgresServer, tmp_path: Path) -> None:
