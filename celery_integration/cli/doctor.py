@@ -30,6 +30,8 @@ OLD_SECONDS = 3600.0
 WORKERS_SECONDS = 1
 VISIBILITY_SECONDS = 3600.0
 """What a Redis transport takes if nothing is set."""
+REDELIVERY_SECONDS = 24 * 3600.0
+"""How late a copy can come from a broker that has no such setting: when a connection was lost, or a queue restored."""
 
 
 class Verdict(StrEnum):
@@ -88,6 +90,7 @@ def diagnose(app: Celery) -> list[Finding]:
         ("backlog", lambda: _backlog(gate)),
         ("tasks", lambda: _tasks(app)),
         ("broker", lambda: _broker(app)),
+        ("retention", lambda: _retention(app)),
         ("beat", lambda: _beat(app)),
         ("workers", lambda: _workers(app)),
     ]
@@ -188,6 +191,18 @@ def _broker(app: Celery) -> Iterator[Finding]:
     if visibility is not None and app.conf.worker_prefetch_multiplier != 1:
         text = f"worker_prefetch_multiplier = {app.conf.worker_prefetch_multiplier}"
         yield warning("prefetch", f"{text}: messages that wait behind a long task are delivered again; 1 avoids it")
+
+
+def _retention(app: Celery) -> Iterator[Finding]:
+    kept = gate_of(app).settings.retention_seconds
+    horizon = _visibility_seconds(app) or REDELIVERY_SECONDS
+    if kept is None:
+        yield ok("retention", "what is done is remembered for ever")
+    elif kept <= horizon:
+        text = f"fenced_retention_seconds = {kept:g} s, but a copy of a message can come {horizon:g} s late"
+        yield fault("retention", f"{text}: its effect would happen again")
+    else:
+        yield ok("retention", f"what is done is remembered for {age(kept)}")
 
 
 def _beat(app: Celery) -> Iterator[Finding]:

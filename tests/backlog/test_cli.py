@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -338,6 +339,17 @@ def test_settings_that_contradict_one_another(run: Run, scheduled: Celery, monke
     found = findings(run, code=9)
     assert "visibility_timeout = 50 s" in found[f"task {risky.name}"][1]
     assert found[f"task {harmless.name}"][0] == "fault"
+
+
+@pytest.mark.parametrize(("kept", "verdict"), [(None, "ok"), (50, "fault"), (51, "ok")])
+def test_what_is_forgotten_must_not_come_again(
+    run: Run, scheduled: Celery, gate: Gate, monkeypatch: pytest.MonkeyPatch, kept: float | None, verdict: str
+) -> None:
+    """FC-43: a copy that comes after its effect was removed runs it again."""
+    monkeypatch.setitem(scheduled.conf, "broker_url", "redis://127.0.0.1:1/0")
+    monkeypatch.setitem(scheduled.conf, "broker_transport_options", {"visibility_timeout": 50})
+    monkeypatch.setattr(gate, "settings", replace(gate.settings, retention_seconds=kept))
+    assert findings(run, code=9)["retention"][0] == verdict
 
 
 def test_the_schema_is_missing(run: Run, scheduled: Celery, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,6 +267,33 @@ def test_late_results_count_where_the_task_says_so(backlog: Backlog) -> None:
     assert "too late" in backlog.gate.effects.history(record.key)[-1].why
 
 
+# Several at once
+
+
+def test_a_live_lease_is_never_touched(backlog: Backlog, gate: Gate, clock: ManualClock) -> None:
+    """FC-39: however long an attempt runs, as long as it renews."""
+    action, granted = backlog.granted(risky, "long")
+    for _ in range(20):
+        clock.tick(LEASE / 2)
+        gate.effects.renew(action, granted.lease, LEASE)
+        assert backlog.swept() == Swept(0, 0, 0, 0, 0)
+    assert gate.effects.complete(action, granted.lease, "1") == "1"
+    assert asked["long"] == 0
+
+
+def test_who_cannot_claim_does_not_look(backlog: Backlog, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FC-40: an error while claiming is no claim."""
+
+    def away(*_: Any, **__: Any) -> None:
+        raise Unavailable("away")
+
+    backlog.uncertain(risky, "a")
+    monkeypatch.setattr(gate.effects, "claim_backlog", away)
+    with pytest.raises(Unavailable):
+        backlog.swept()
+    assert asked["a"] == 0
+
+
 # Bounds
 
 
