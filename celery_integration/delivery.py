@@ -15,6 +15,7 @@ from kombu.utils import json
 
 from celery_integration.effect import RetryLater
 from celery_integration.errors import EffectBusy
+from pgref.keys import shown
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
@@ -64,16 +65,16 @@ def come_back(
     """
     request = task.request
     if request.called_directly or request.is_eager:
-        raise EffectBusy(f"{key!r} is busy", key=key, retry_after_seconds=seconds)
+        raise EffectBusy(f"{shown(key)} is busy", key=key, retry_after_seconds=seconds)
     countdown = seconds + random.uniform(0, JITTER_SECONDS_MAX)  # noqa: S311  spreads load, guards nothing
     if _counts_whole_seconds(task.app):
         countdown = max(1, math.ceil(countdown))
     try:
         _signature(task, args, kwargs, countdown=countdown).apply_async()
     except Exception as error:
-        logger.warning("cannot send %s back to its queue: %s", key, error)
+        logger.warning("cannot send %s back to its queue: %s", shown(key), error)
         raise Reject(error, requeue=True) from error
-    raise Ignore(f"{key!r} comes back in {countdown:.1f} s")
+    raise Ignore(f"{shown(key)} comes back in {countdown:.1f} s")
 
 
 def _counts_whole_seconds(app: Celery) -> bool:

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from celery_integration.errors import ConfigurationError
-from pgref.keys import idempotency_key
+from pgref.keys import idempotency_key, shown
 
 if TYPE_CHECKING:
     from celery import Task
@@ -111,7 +111,7 @@ class Effect:
         Raises `ConfigurationError` while nothing is lent.
         """
         if self._connection is None:
-            raise ConfigurationError(f"{self.key!r} is an external effect: no transaction is open during its body")
+            raise ConfigurationError(f"{shown(self.key)} is an external effect: no transaction is open during its body")
         return self._connection
 
     @property
@@ -121,7 +121,7 @@ class Effect:
         Raises `ConfigurationError` in an external effect outside `transaction`, and for a sink that has none.
         """
         if not isinstance(self.sink, sa.Connection):
-            raise ConfigurationError(f"the sink of {self.key!r} lends no SQLAlchemy connection: take effect.sink")
+            raise ConfigurationError(f"the sink of {shown(self.key)} lends no SQLAlchemy connection: take effect.sink")
         return self._connection  # type: ignore[no-any-return]
 
     @property
@@ -169,7 +169,7 @@ class Effect:
         `ConfigurationError` in a body that has a transaction of its own.
         """
         if self._opened is None:
-            raise ConfigurationError(f"the body of {self.key!r} has its transaction: take effect.session")
+            raise ConfigurationError(f"the body of {shown(self.key)} has its transaction: take effect.session")
         connection = self._opened()
         self.bind(connection)
         try:
@@ -227,6 +227,6 @@ def refuse_to_end(connection: sa.Connection) -> None:
 
 def _refusal(key: str) -> ConfigurationError:
     return ConfigurationError(
-        f"the body of {key!r} must not end the transaction: it commits with the completion; "
+        f"the body of {shown(key)} must not end the transaction: it commits with the completion; "
         "use a savepoint (connection.begin_nested()) for a part that may fail"
     )

@@ -20,6 +20,7 @@ from celery_integration.signals import Answer, tell
 from pgref import signals
 from pgref.contracts.effects import Granted, Outcome, State
 from pgref.errors import FenceError, OutcomeUnknown, PgrefError, Refused, Unavailable
+from pgref.keys import shown
 
 if TYPE_CHECKING:
     from celery_integration.definition import Call
@@ -75,7 +76,7 @@ class Attempt:
         try:
             self.gate.effects.abandon(self.call.action, self.granted.lease, due_in_seconds=due_in)
         except PgrefError as refused:
-            logger.warning("cannot withdraw %s: %s", self.call.action.key, refused)
+            logger.warning("cannot withdraw %s: %s", shown(self.call.action.key), refused)
 
     def mark(self, error: BaseException) -> None:
         """Say that it may have happened. If the store is away, the intent stands and expires into the same state."""
@@ -87,7 +88,7 @@ class Attempt:
         try:
             self.gate.effects.mark_uncertain(self.call.action, self.granted.lease, reason, by=self.call.worker)
         except PgrefError as refused:
-            logger.warning("cannot mark %s uncertain: %s", self.call.action.key, refused)
+            logger.warning("cannot mark %s uncertain: %s", shown(self.call.action.key), refused)
 
 
 def _retry_due(call: Call, error: BaseException) -> float | None:
@@ -170,10 +171,10 @@ def _settled(attempt: Attempt, error: BaseException) -> Any:
     except Refused:
         record = attempt.gate.effects.lookup(action.key)
         if record is not None and record.state is State.DONE and record.fence == lease.fence:
-            logger.exception("%s is done; what followed its commit failed", action.key, exc_info=error)
+            logger.exception("%s is done; what followed its commit failed", shown(action.key), exc_info=error)
             return load_result(record.result)
     except (Unavailable, OutcomeUnknown) as away:
-        logger.warning("the commit of %s cannot be settled now: %s", action.key, away)
+        logger.warning("the commit of %s cannot be settled now: %s", shown(action.key), away)
     if isinstance(error, (PgrefError, sa.exc.DBAPIError)) or isinstance(error.__cause__, psycopg.OperationalError):
         raise Interrupted(f"the commit failed: {error}") from error
     raise error

@@ -14,6 +14,7 @@ from celery_integration.signals import lease_lost
 from pgref import signals
 from pgref.contracts.effects import Action, EffectStore, Lease, Renewal
 from pgref.errors import LeaseLost, PgrefError
+from pgref.keys import shown
 
 __all__ = ["HeldLease", "LeaseKeeper"]
 
@@ -36,7 +37,7 @@ class HeldLease:
         """Renew now, on the store's clock. Raises `LeaseLost`, also when a whole lease is less than the margin."""
         asked_at = time.monotonic()
         if self.lost.is_set() or margin_seconds >= self.ttl_seconds:
-            raise LeaseLost(f"the lease of {self.action.key!r} is lost or too short", key=self.action.key)
+            raise LeaseLost(f"the lease of {shown(self.action.key)} is lost or too short", key=self.action.key)
         self.lease = self.effects.renew(self.action, self.lease, self.ttl_seconds)
         self.renewed(asked_at)
 

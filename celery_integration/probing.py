@@ -12,6 +12,7 @@ from celery_integration.definition import Call, Verdict
 from celery_integration.effect import Applied, Effect, NotApplied, Unknown
 from celery_integration.results import told
 from pgref import signals
+from pgref.keys import shown
 
 __all__ = ["ask"]
 
@@ -31,14 +32,14 @@ def ask(call: Call, effect: Effect, limit_seconds: float) -> Verdict:
     try:
         answer = answers.get(timeout=limit_seconds)
     except Empty:
-        logger.error("the probe of %s did not answer in %g s", effect.key, limit_seconds)  # noqa: TRY400
+        logger.error("the probe of %s did not answer in %g s", shown(effect.key), limit_seconds)  # noqa: TRY400
         return Unknown(f"no answer in {limit_seconds:g} s")
     if isinstance(answer, (Applied, NotApplied, Unknown)):
         return answer
     if isinstance(answer, BaseException):
-        logger.error("the probe of %s failed", effect.key, exc_info=answer)
+        logger.error("the probe of %s failed", shown(effect.key), exc_info=answer)
         return Unknown(told(answer))
-    logger.error("the probe of %s returned %r, not Applied, NotApplied or Unknown", effect.key, type(answer))
+    logger.error("the probe of %s returned %r, not Applied, NotApplied or Unknown", shown(effect.key), type(answer))
     return Unknown("no verdict")
 
 

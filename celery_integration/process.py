@@ -12,6 +12,7 @@ from celery import Celery
 from celery_integration.effect import refuse_to_end
 from celery_integration.leases import LeaseKeeper
 from celery_integration.settings import Settings
+from pgref.keys import show_keys
 from pgref.postgres import Stores
 
 __all__ = ["Gate", "gate_of"]
@@ -23,6 +24,7 @@ class Gate:
     def __init__(self, app: Celery) -> None:
         self.pid = os.getpid()
         self.settings = Settings.of(app)
+        show_keys(hashed=self.settings.hash_keys)
         self.stores = Stores.open(self.settings.dsn, schema=self.settings.schema)
         self.effects = self.stores.effects
         for event in ("commit", "rollback"):

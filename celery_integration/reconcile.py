@@ -19,6 +19,7 @@ from celery_integration.process import Gate
 from celery_integration.results import dump_result, load_result, storable, told
 from pgref.contracts.effects import Action, EffectRecord, ReconcileClaim, Resolution, RetrySafety, Ruling
 from pgref.errors import FenceStale, NotUncertain, ReconcileDeferred, ReconcileTaken, UnsafeNotRetryable
+from pgref.keys import shown
 
 __all__ = [
     "NEEDS_A_PERSON",
@@ -240,7 +241,7 @@ def shut_out(call: Call, claim: ReconcileClaim) -> str | None:
     except FenceStale:
         return None  # a newer fence has shut it out already
     except Exception as error:
-        logger.exception("cannot seal the sink of %s now", claim.key)
+        logger.exception("cannot seal the sink of %s now", shown(claim.key))
         return told(error)
     return None
 
@@ -255,6 +256,6 @@ def call_of(app: Celery, gate: Gate, record: EffectRecord) -> Call | None:
         definition: Definition = task.definition
         args, kwargs = tuple(message["args"]), dict(message["kwargs"])
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        logger.error("cannot tell here what %s is a task of: %s", record.key, told(error))  # noqa: TRY400
+        logger.error("cannot tell here what %s is a task of: %s", shown(record.key), told(error))  # noqa: TRY400
         return None
     return Call(task, definition, record.action, args, kwargs, gate.settings.lease_seconds)

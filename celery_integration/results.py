@@ -7,6 +7,8 @@ from typing import Any
 
 from kombu.utils import json
 
+from pgref.keys import shown
+
 __all__ = ["dump_result", "load_result", "storable", "told"]
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ def dump_result(key: str, value: Any, bytes_max: int) -> tuple[str, Any]:
         reason = f"{len(text)} bytes are more than fenced_result_bytes_max = {bytes_max}"
     except Exception as error:
         reason = told(error)
-    logger.error("the result of %s is not kept: %s", key, reason)
+    logger.error("the result of %s is not kept: %s", shown(key), reason)
     marker = {"fenced": "result not kept", "reason": reason}
     return json.dumps(marker), marker
 

@@ -50,6 +50,9 @@ class Settings:
     set."""
     max_attempts: int = 100
     """A key that was granted so often runs no more and waits for a person, whose *not applied* allows as many again."""
+    hash_keys: bool = False
+    """Let messages and logs have a hash of each key, after its scope, in place of the key. That is short and tells the
+    curious little; few possible keys can still be guessed from it."""
     result_bytes_max: int = 1024 * 1024
     """A larger serialised result is replaced by a marker; the effect stays done."""
 
@@ -62,6 +65,8 @@ class Settings:
             raise InvalidArgument("fenced_probe_seconds must not exceed fenced_reconcile_seconds")
         valid_limit(self.sweep_batch_max, "fenced_sweep_batch_max")
         valid_limit(self.max_attempts, "fenced_max_attempts")
+        if not isinstance(self.hash_keys, bool):
+            raise InvalidArgument(f"fenced_hash_keys must be a bool, not {type(self.hash_keys).__name__}")
         if type(self.result_bytes_max) is not int or self.result_bytes_max < 1:
             raise InvalidArgument("fenced_result_bytes_max must be an int of at least 1")
 

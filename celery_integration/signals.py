@@ -6,14 +6,18 @@ def hear(sender, key, answer, **_): ...
 
 from __future__ import annotations
 
+import logging
 from enum import StrEnum
 from typing import Any
 
 from celery.utils.dispatch import Signal
 
 from pgref.contracts.effects import Granted
+from pgref.keys import shown
 
 __all__ = ["Answer", "effect_answered", "effects_removed", "lease_lost", "swept", "tell"]
+
+logger = logging.getLogger(__name__)
 
 effect_answered = Signal(name="effect_answered", providing_args=["key", "answer", "granted"])
 """What came of a delivery. ``sender`` is the task, ``key`` the effect's, ``answer`` an `Answer`, and ``granted`` the
@@ -55,5 +59,13 @@ class Answer(StrEnum):
 
 
 def tell(sender: Any, key: str, answer: Answer, granted: Granted | None = None) -> None:
-    """Send `effect_answered`."""
+    """Send `effect_answered`, and log the same, with its parts as fields of the record."""
+    fields = {
+        "fenced_key": shown(key),
+        "fenced_task": sender.name,
+        "fenced_answer": str(answer),
+        "fenced_fence": granted and granted.lease.fence,
+        "fenced_attempt": granted and granted.attempt,
+    }
+    logger.info("%s: %s", fields["fenced_key"], answer, extra=fields)
     effect_answered.send(sender=sender, key=key, answer=answer, granted=granted)

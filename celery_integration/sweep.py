@@ -17,6 +17,7 @@ from celery_integration.results import told
 from celery_integration.signals import effects_removed, swept
 from pgref.contracts.effects import EffectRecord, ReconcileClaim
 from pgref.errors import NotUncertain, OutcomeUnknown, ReconcileTaken, Unavailable
+from pgref.keys import shown
 
 __all__ = ["Swept", "dispatch", "retain", "sweep"]
 
@@ -146,7 +147,7 @@ class _Sweep:
         except (ReconcileTaken, NotUncertain):
             return  # somebody else settled it meanwhile
         except Exception as error:
-            logger.exception("cannot settle %s now", record.key)
+            logger.exception("cannot settle %s now", shown(record.key))
             found = replace(todo, step=Step.WAIT)
             self.gate.effects.defer_reconcile(claim, pause_seconds, note=told(error), by=self.by)
         match found:
@@ -163,7 +164,7 @@ def _dispatched(app: Celery, record: EffectRecord) -> bool:
     except OperationalError:
         raise
     except Exception:
-        logger.exception("cannot dispatch %s now", record.key)
+        logger.exception("cannot dispatch %s now", shown(record.key))
         return False
-    logger.info("dispatched %s again", record.key)
+    logger.info("dispatched %s again", shown(record.key))
     return True

@@ -22,6 +22,7 @@ from celery_integration.results import load_result
 from celery_integration.signals import Answer, tell
 from pgref.contracts.effects import Contended, Done, Granted, InFlight, Outcome, State, Uncertain
 from pgref.errors import FingerprintMismatch, InvalidArgument, OutcomeUnknown, SchemaError, Unavailable
+from pgref.keys import shown
 
 __all__ = ["FencedTask"]
 
@@ -74,11 +75,11 @@ class FencedTask(Task):  # type: ignore[type-arg]
         try:
             return self._answered(gate, call)
         except Interrupted as error:
-            logger.warning("%s was interrupted and comes back: %s", call.action.key, error)
+            logger.warning("%s was interrupted and comes back: %s", shown(call.action.key), error)
             tell(self, call.action.key, Answer.INTERRUPTED)
             self._come_back(call, gate.settings.comeback_seconds_max)
         except (Unavailable, OutcomeUnknown, SchemaError) as error:
-            logger.error("%s comes back: %s", call.action.key, error)  # noqa: TRY400  the database is away, not the code
+            logger.error("%s comes back: %s", shown(call.action.key), error)  # noqa: TRY400  the database is away, not the code
             tell(self, call.action.key, Answer.AWAY)
             self._come_back(call, AWAY_SECONDS)
         except FingerprintMismatch:
@@ -142,4 +143,4 @@ class FencedTask(Task):  # type: ignore[type-arg]
 
 
 def _uncertain(call: Call, reason: str) -> EffectUncertain:
-    return EffectUncertain(f"{call.action.key!r} may have happened: {reason}", key=call.action.key)
+    return EffectUncertain(f"{shown(call.action.key)} may have happened: {reason}", key=call.action.key)

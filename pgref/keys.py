@@ -23,6 +23,8 @@ __all__ = [
     "TTL_SECONDS_MAX",
     "fingerprint",
     "idempotency_key",
+    "show_keys",
+    "shown",
     "valid_batch",
     "valid_callable",
     "valid_fence",
@@ -39,12 +41,14 @@ H = TypeVar("H", bound=Hashable)
 C = TypeVar("C", bound=Callable[..., Any])
 
 BATCH_MAX = 1000
+HASH_CHARACTERS = 12
 """Most actions that one call takes."""
 KEY_BYTES_MAX = 512
 FENCE_MAX = 2**63 - 1
 LIMIT_MAX = 100_000
 TTL_SECONDS_MAX = 366 * 24 * 3600.0
 
+_hashed = False
 _IDEMPOTENCY_NAMESPACE = uuid.UUID("6f1c1f0e-0d1f-5b9f-9a3b-3d8f6a0c7e21")
 
 
@@ -178,6 +182,20 @@ def _number_text(number: Decimal) -> str:
     text = format(number, "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text
+
+
+def show_keys(*, hashed: bool) -> None:
+    """Let `shown` write whole keys, or their hashes, from now on in this process."""
+    global _hashed  # noqa: PLW0603  messages are made far from where settings are read
+    _hashed = hashed
+
+
+def shown(key: str) -> str:
+    """Return ``key`` as it is to stand in messages and logs: quoted, or its scope and a hash of the rest."""
+    if not _hashed:
+        return repr(key)
+    scope, colon, _ = key.partition(":")
+    return f"{scope if colon else ''}{colon}#{hashlib.sha256(key.encode()).hexdigest()[:HASH_CHARACTERS]}"
 
 
 def idempotency_key(key: str) -> str:

@@ -27,7 +27,7 @@ from celery_integration.cli.output import (
 from celery_integration.process import gate_of
 from pgref.contracts.effects import EffectRecord, Kind, late_seconds
 from pgref.errors import InvalidArgument
-from pgref.keys import LIMIT_MAX, valid_key
+from pgref.keys import LIMIT_MAX, shown, valid_key
 
 __all__ = ["backlog", "show", "status"]
 
@@ -188,6 +188,7 @@ def _told(record: EffectRecord, *, arguments: bool = False) -> dict[str, Any]:
     if not isinstance(message, dict):
         message = {}
     told["task"] = message.get("task")
+    told["in_logs"] = shown(record.key)
     if arguments:
         told.update(args=message.get("args"), kwargs=message.get("kwargs"), result=result)
     return told

@@ -59,7 +59,7 @@ from pgref.errors import (
     ResourceMismatch,
     UnsafeNotRetryable,
 )
-from pgref.keys import valid_fence, valid_instance, valid_key, valid_limit, valid_text, valid_ttl
+from pgref.keys import shown, valid_fence, valid_instance, valid_key, valid_limit, valid_text, valid_ttl
 
 __all__ = ["MemoryEffectStore"]
 
@@ -477,7 +477,7 @@ class MemoryEffectStore:
     def _entry_of(self, action: Action) -> _Entry | None:
         entry = self._entries.get(action.key)
         if entry is not None and _differ(entry.fingerprint, action.fingerprint):
-            raise FingerprintMismatch(f"{action.key!r} is known for another input", key=action.key)
+            raise FingerprintMismatch(f"{shown(action.key)} is known for another input", key=action.key)
         return entry
 
     def _resource(self, name: str) -> _Resource:
@@ -560,7 +560,7 @@ def _may_complete(entry: _Entry) -> bool:
 
 def _must(judge: Callable[[_Entry], bool], entry: _Entry) -> _Entry:
     if not judge(entry):
-        raise LeaseLost(f"the intent of {entry.key!r} no longer stands", key=entry.key)
+        raise LeaseLost(f"the intent of {shown(entry.key)} no longer stands", key=entry.key)
     return entry
 
 
@@ -574,38 +574,38 @@ def _intent(action: Action, lease: Lease, entry: _Entry | None) -> _Entry:
 
 def _refuse_other_resource(action: Action, lease: Lease) -> None:
     if lease.resource != action.resource:
-        raise ResourceMismatch(f"lease on {lease.resource!r} used for {action.resource!r}", key=action.key)
+        raise ResourceMismatch(f"lease on {shown(lease.resource)} used for {shown(action.resource)}", key=action.key)
 
 
 def _stale(action: Action, lease: Lease, seen: int) -> FenceStale:
-    message = f"fence {lease.fence} of {action.resource!r} is not the newest, {seen}"
+    message = f"fence {lease.fence} of {shown(action.resource)} is not the newest, {seen}"
     return FenceStale(message, key=action.key, fence=lease.fence, seen=seen)
 
 
 def _must_be_holder(action: Action, lease: Lease, entry: _Entry | None) -> _Entry:
     attempt = (lease.resource, lease.fence, lease.holder)
     if entry is None or (entry.resource, entry.fence, entry.holder) != attempt:
-        raise NotHolder(f"the lease is not the one of {action.key!r}", key=action.key)
+        raise NotHolder(f"the lease is not the one of {shown(action.key)}", key=action.key)
     return entry
 
 
 def _must_be_uncertain(key: str, entry: _Entry | None) -> _Entry:
     if entry is None or entry.state is not State.UNCERTAIN:
         state = entry and entry.state
-        raise NotUncertain(f"{key!r} is {state or 'unknown'}", key=key, state=state)
+        raise NotUncertain(f"{shown(key)} is {state or 'unknown'}", key=key, state=state)
     return entry
 
 
 def _must_have_claim(entry: _Entry, claim: ReconcileClaim) -> None:
     if entry.claim is None or entry.claim.holder != claim.holder:
-        raise ReconcileTaken(f"{entry.key!r} is no longer held by this claim", key=entry.key)
+        raise ReconcileTaken(f"{shown(entry.key)} is no longer held by this claim", key=entry.key)
 
 
 def _refuse_put_off(entry: _Entry, now: datetime) -> None:
     until = entry.next_look_at
     if entry.parked or (entry.put_off and until is not None and now < until):
         seconds = None if until is None else (until - now).total_seconds()
-        raise ReconcileDeferred(f"{entry.key!r} is put off", key=entry.key, retry_after_seconds=seconds)
+        raise ReconcileDeferred(f"{shown(entry.key)} is put off", key=entry.key, retry_after_seconds=seconds)
 
 
 def _since(record: EffectRecord) -> datetime:
@@ -637,7 +637,7 @@ def _standing_claim(entry: _Entry, holder: UUID, now: datetime) -> ReconcileClai
         return None
     if claim.holder != holder:
         seconds = (claim.expires_at - now).total_seconds()
-        raise ReconcileTaken(f"{entry.key!r} has a reconciler", key=entry.key, retry_after_seconds=seconds)
+        raise ReconcileTaken(f"{shown(entry.key)} has a reconciler", key=entry.key, retry_after_seconds=seconds)
     return claim
 
 
@@ -651,7 +651,7 @@ def _standing_ruling(entry: _Entry | None) -> Ruling | None:
 
 def _refuse_unsafe(entry: _Entry, resolution: Resolution) -> None:
     if not resolution.applied and not resolution.force_retryable and entry.retry_safety is RetrySafety.UNSAFE:
-        raise UnsafeNotRetryable(f"{entry.key!r} may not run again without force_retryable", key=entry.key)
+        raise UnsafeNotRetryable(f"{shown(entry.key)} may not run again without force_retryable", key=entry.key)
 
 
 # Successors of an entry

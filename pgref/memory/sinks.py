@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from pgref.errors import FenceStale
-from pgref.keys import valid_callable, valid_fence, valid_key
+from pgref.keys import shown, valid_callable, valid_fence, valid_key
 
 __all__ = ["MemorySink"]
 
@@ -61,4 +61,4 @@ class MemorySink:
     def _refuse_lower(self, resource: str, fence: int) -> None:
         seen = self._seen.get(resource, 0)
         if fence < seen:
-            raise FenceStale(f"fence {fence} of {resource!r} is below {seen}", fence=fence, seen=seen)
+            raise FenceStale(f"fence {fence} of {shown(resource)} is below {seen}", fence=fence, seen=seen)

@@ -10,6 +10,7 @@ import psycopg
 import sqlalchemy as sa
 
 from pgref import errors
+from pgref.keys import shown
 
 __all__ = ["Failure", "classify", "first_line", "refusal", "rolled_back", "sqlstate", "translated"]
 
@@ -119,4 +120,4 @@ def rolled_back(error: Exception) -> Exception:
 def refusal(verdict: str, key: str, **attributes: object) -> errors.Refused:
     """Return the error for a verdict that refuses."""
     cls, text = _REFUSALS[verdict]
-    return cls(f"{key!r} {text}", key=key, **attributes)
+    return cls(f"{shown(key)} {text}", key=key, **attributes)

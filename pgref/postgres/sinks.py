@@ -9,7 +9,7 @@ import psycopg
 import sqlalchemy as sa
 
 from pgref.errors import FenceStale, cause_of
-from pgref.keys import valid_callable, valid_fence, valid_key
+from pgref.keys import shown, valid_callable, valid_fence, valid_key
 from pgref.postgres._connection import Database
 from pgref.postgres._errors import rolled_back
 from pgref.postgres.schema import quoted
@@ -52,4 +52,4 @@ class PostgresSink:
             raise ours from cause_of(ours, error)
         (seen,) = cursor.fetchone()
         if seen > fence:
-            raise FenceStale(f"{resource!r} has seen fence {seen}", fence=fence, seen=seen)
+            raise FenceStale(f"{shown(resource)} has seen fence {seen}", fence=fence, seen=seen)

@@ -13,7 +13,7 @@ from redis import exceptions
 from redis.commands import CoreCommands
 
 from pgref.errors import FenceStale, InvalidArgument, OutcomeUnknown, SchemaError, Unavailable, cause_of
-from pgref.keys import valid_fence, valid_key, valid_text
+from pgref.keys import shown, valid_fence, valid_key, valid_text
 
 __all__ = ["COMMAND_WORDS_MAX", "WRITE_WORDS_MAX", "Recorder", "RedisSink"]
 
@@ -190,7 +190,7 @@ class RedisSink:
             ours = _translated(error, resource)
             raise ours from cause_of(ours, error)
         except _LOST as error:
-            raise OutcomeUnknown(f"the answer about {resource!r} was lost: {error}") from error
+            raise OutcomeUnknown(f"the answer about {shown(resource)} was lost: {error}") from error
         finally:
             pool.release(connection)
 
@@ -224,11 +224,11 @@ def _fence(value: bytes | str, resource: str) -> int:
 
 
 def _alien(resource: str) -> SchemaError:
-    return SchemaError(f"the key of the fence of {resource!r} holds something else")
+    return SchemaError(f"the key of the fence of {shown(resource)} holds something else")
 
 
 def _stale(resource: str, fence: int, seen: int) -> FenceStale:
-    return FenceStale(f"{resource!r} has seen fence {seen}", fence=fence, seen=seen)
+    return FenceStale(f"{shown(resource)} has seen fence {seen}", fence=fence, seen=seen)
 
 
 def _raise_failure(
@@ -236,7 +236,7 @@ def _raise_failure(
 ) -> NoReturn:
     position, problem = int(details[0]), details[1].decode(errors="replace")
     command = commands[position - 1][0].decode(errors="replace") if position else "SET"
-    what = f"command # {position} ({command}) of the fenced write on {resource!r}"
+    what = f"command # {position} ({command}) of the fenced write on {shown(resource)}"
     if verdict == b"broken":
         raise OutcomeUnknown(f"{what} failed and could not be undone: {problem}")
     code, _, text = problem.partition(" ")
@@ -251,5 +251,5 @@ def _translated(error: exceptions.RedisError, resource: str) -> Exception:
     """Say what the server's refusal of a whole request means: nothing was written."""
     code = getattr(error, "status_code", None) or str(error).partition(" ")[0]
     if code in _NOT_NOW or isinstance(error, exceptions.BusyLoadingError):
-        return Unavailable(f"the server does not serve {resource!r} now: {error}")
+        return Unavailable(f"the server does not serve {shown(resource)} now: {error}")
     return _alien(resource) if code == "WRONGTYPE" else error

@@ -41,7 +41,15 @@ app.conf.update(
     broker_connection_retry_on_startup=True,
     fenced_sweep_seconds=1,
 )
-install(app, lease_seconds=2, comeback_seconds_max=0.5, reconcile_seconds=1, probe_seconds=1, redispatch_seconds=1)
+install(
+    app,
+    lease_seconds=2,
+    comeback_seconds_max=0.5,
+    reconcile_seconds=1,
+    probe_seconds=1,
+    redispatch_seconds=1,
+    hash_keys="SHOP_HASHES_KEYS" in os.environ,
+)
 schedule(app)
 instrument()
 
