@@ -36,7 +36,8 @@ def sweep_task(self: Task[Any, Any]) -> None:
 def dispatch_task(self: Task[Any, Any]) -> None:
     """Send the messages of effects that are free and wanted: accepted, not applied, or lost on their way."""
     with _next_time(self):
-        logger.info("dispatched: %d", dispatch(self.app))
+        if dispatched := dispatch(self.app):
+            logger.info("dispatched: %d", dispatched)
 
 
 @shared_task(name="fenced.renew", bind=True, ignore_result=True)
@@ -44,15 +45,16 @@ def renew_task(self: Task[Any, Any]) -> None:
     """Renew the leases of the tasks that workers report as running, whose bodies may hold the interpreter."""
     with _next_time(self):
         period_seconds = gate_of(self.app).settings.renew_period_seconds
-        renewed = renew(self.app, min(ANSWERS_SECONDS, period_seconds / 2))
-        logger.info("renewed: %s", {str(answer): count for answer, count in renewed.items()})
+        if renewed := renew(self.app, min(ANSWERS_SECONDS, period_seconds / 2)):
+            logger.info("renewed: %s", {str(answer): count for answer, count in renewed.items()})
 
 
 @shared_task(name="fenced.retain", bind=True, ignore_result=True)
 def retain_task(self: Task[Any, Any]) -> None:
     """Remove what has been done for longer than ``fenced_retention_seconds``; without that setting, nothing."""
     with _next_time(self):
-        logger.info("removed: %d", retain(self.app))
+        if removed := retain(self.app):
+            logger.info("removed: %d", removed)
 
 
 @contextmanager

@@ -121,10 +121,11 @@ class _Sweep:
 
     def settle_all(self) -> None:
         """Claim groups that grow while they are quickly settled, so that no claim ends before its turn."""
-        size, ttl = 1, self.gate.settings.reconcile_seconds
+        size, size_max = 1, min(GROUP_MAX, self.gate.settings.sweep_batch_max)
+        ttl = self.gate.settings.reconcile_seconds
         while self._time_left():
             started_at = time.monotonic()
-            claimed = self.gate.effects.claim_backlog(min(size, self.gate.settings.sweep_batch_max), ttl)
+            claimed = self.gate.effects.claim_backlog(size, ttl)
             for record, claim in claimed:
                 if time.monotonic() - started_at > ttl / 2:
                     break  # the rest comes again when its claims have ended
@@ -132,7 +133,7 @@ class _Sweep:
             if len(claimed) < size:
                 break
             quick = time.monotonic() - started_at < ttl / 10
-            size = min(2 * size, GROUP_MAX) if quick else 1
+            size = min(2 * size, size_max) if quick else 1
 
     def _settle(self, record: EffectRecord, claim: ReconcileClaim) -> None:
         pause_seconds = self.gate.settings.reconcile_seconds

@@ -305,6 +305,13 @@ def test_a_sweep_goes_on_in_batches_until_nothing_is_left(backlog: Backlog, app:
     assert backlog.swept() == Swept(expired=250, settled=250, put_off=0, parked=0, dispatched=250)
 
 
+def test_small_batches_do_not_end_a_sweep(backlog: Backlog, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups grow no further than a batch."""
+    monkeypatch.setattr(gate, "settings", replace(gate.settings, sweep_batch_max=3))
+    backlog.uncertain(risky, *(f"small {number}" for number in range(20)))
+    assert backlog.swept().settled == 20
+
+
 def test_a_sweep_ends_with_its_period(backlog: Backlog, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves is there for the next."""
     backlog.uncertain(risky, "left")
