@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from celery import Celery
@@ -17,7 +18,10 @@ __all__ = ["Settings", "install"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Each field is the setting ``fenced_<field>`` of ``app.conf``; ``dsn`` can also come from ``FENCED_DSN``."""
+    """Each field is the setting ``fenced_<field>`` of ``app.conf``.
+
+    ``dsn`` can also come from the environment: from ``FENCED_DSN``, or from the file that ``FENCED_DSN_FILE`` names.
+    """
 
     dsn: str
     """SQLAlchemy URL of the database that holds the gate (and the data of database effects)."""
@@ -84,17 +88,30 @@ class Settings:
     def of(cls, app: Celery) -> Settings:
         """Read the settings of ``app``. Raises `ConfigurationError` without a database and `InvalidArgument`."""
         given = {field.name: app.conf.get(f"fenced_{field.name}") for field in fields(cls)}
-        given["dsn"] = given["dsn"] or os.environ.get("FENCED_DSN")
+        given["dsn"] = given["dsn"] or os.environ.get("FENCED_DSN") or _dsn_from_file()
         if not given["dsn"]:
-            raise ConfigurationError("no database: call install(app, dsn=…), or set fenced_dsn or FENCED_DSN")
+            raise ConfigurationError(
+                "no database: call install(app, dsn=…), or set fenced_dsn, FENCED_DSN or FENCED_DSN_FILE"
+            )
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def _dsn_from_file() -> str | None:
+    """Return what the file holds in which a container is given its secret."""
+    path = os.environ.get("FENCED_DSN_FILE")
+    if not path:
+        return None
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"FENCED_DSN_FILE: {path} cannot be read: {type(error).__name__}") from error
 
 
 def install(app: Celery, **settings: Any) -> None:
     """Set ``fenced_*`` settings on ``app``, by the names of `Settings` without the prefix, and check them.
 
-    ``dsn`` may be left to ``app.conf.fenced_dsn`` or the environment's ``FENCED_DSN``. Connects to nothing.
-    Raises `ConfigurationError` without a database and `InvalidArgument` for a bad value.
+    ``dsn`` may be left to ``app.conf.fenced_dsn``, or in the environment to ``FENCED_DSN`` or ``FENCED_DSN_FILE``.
+    Connects to nothing. Raises `ConfigurationError` without a database and `InvalidArgument` for a bad value.
     """
     known = {field.name for field in fields(Settings)}
     for name, value in settings.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -135,6 +136,10 @@ def test_a_bad_template_fails_at_import(template: Any) -> None:
         ({"single_commit": True, "sink": "external"}, ConfigurationError, "^single_commit is for"),
         ({"single_commit": True, "lease_seconds": 5}, ConfigurationError, "^single_commit has no lease"),
         ({"single_commit": True, "max_attempts": 5}, ConfigurationError, "^single_commit has no lease"),
+        ({"settle_seconds": 5}, ConfigurationError, "^settle_seconds and trust_late_results are not for"),
+        ({"trust_late_results": True}, ConfigurationError, "^settle_seconds and trust_late_results are not for"),
+        ({"sink": "external", "settle_seconds": 0}, InvalidArgument, "^settle_seconds must be"),
+        ({"sink": "external", "trust_late_results": 1}, InvalidArgument, "^trust_late_results must be a bool"),
         ({"max_attempts": 0}, InvalidArgument, "^max_attempts must be"),
         ({"max_attempts": True}, InvalidArgument, "^max_attempts must be"),
         ({"sink": "external", "not_applied": ("ValueError",)}, InvalidArgument, "^not_applied must hold"),
@@ -192,12 +197,31 @@ def test_the_environment_can_name_the_database(app: Celery, monkeypatch: pytest.
     assert Settings.of(app).dsn == "postgresql://somewhere/db"
 
 
+def test_a_file_can_name_the_database(app: Celery, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a secret in a file; what is set elsewhere comes first."""
+    secret = tmp_path / "dsn"
+    monkeypatch.delenv("FENCED_DSN", raising=False)
+    monkeypatch.setenv("FENCED_DSN_FILE", str(secret))
+    with pytest.raises(ConfigurationError, match="^FENCED_DSN_FILE: .*dsn cannot be read: FileNotFoundError$"):
+        Settings.of(app)
+    secret.write_text("postgresql://somewhere/secret\n")
+    assert Settings.of(app).dsn == "postgresql://somewhere/secret"
+    monkeypatch.setenv("FENCED_DSN", "postgresql://somewhere/db")
+    assert Settings.of(app).dsn == "postgresql://somewhere/db"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"lease_seconds": -1}, "^fenced_lease_seconds must be"),
         ({"sweep_batch_max": 0}, "^fenced_sweep_batch_max must be"),
         ({"result_bytes_max": 0}, "^fenced_result_bytes_max must be"),
+        ({"probe_seconds": 0}, "^fenced_probe_seconds must be"),
+        ({"probe_seconds": 11, "reconcile_seconds": 10}, "^fenced_probe_seconds must not exceed"),
+        ({"renew_seconds": True}, "^fenced_renew_seconds must be"),
+        ({"retention_seconds": -1}, "^fenced_retention_seconds must be"),
+        ({"dispatch_seconds": float("nan")}, "^fenced_dispatch_seconds must be"),
+        ({"hash_keys": "yes"}, "^fenced_hash_keys must be"),
         ({"leese_seconds": 1}, "no setting 'leese_seconds'; known are"),
     ],
 )
