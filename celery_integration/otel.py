@@ -65,8 +65,8 @@ def observe_backlog(app: Celery) -> None:
         except PgrefError:
             return
         for tally in tallies:
-            reason = (tally.reason or "").partition(":")[0]
-            yield Observation(tally.count, {"state": str(tally.kind), "task": tally.scope, "reason": reason})
+            labels = {"state": str(tally.kind), "task": tally.scope, "reason": tally.reason_class}
+            yield Observation(tally.count, labels)
 
     def late(_: CallbackOptions) -> Iterable[Observation]:
         try:

@@ -96,7 +96,7 @@ class BacklogCollector:
         oldest = GaugeMetricFamily("pgref_oldest_seconds", "For how long the oldest of them is so.", labels=labels)
         groups: dict[tuple[Kind, str, str], tuple[int, float]] = {}
         for tally in tallies:
-            group = (tally.kind, tally.scope, _class_of(tally.reason))
+            group = (tally.kind, tally.scope, tally.reason_class)
             number, age = groups.get(group, (0, 0.0))
             groups[group] = number + tally.count, max(age, (now - tally.oldest_at).total_seconds())
         for group, (number, age) in groups.items():
@@ -107,8 +107,3 @@ class BacklogCollector:
         late = GaugeMetricFamily("pgref_sweep_late_seconds", "For how long something has waited for a sweep.")
         late.add_metric([], late_seconds(tallies, now))
         yield late
-
-
-def _class_of(reason: str | None) -> str:
-    """Return the part of a reason that is one of few: the class of an exception without its text."""
-    return (reason or "").partition(":")[0]

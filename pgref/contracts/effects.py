@@ -278,6 +278,11 @@ class Tally:
     next_at: datetime | None
     """When the first of them is to be taken up by a sweep; it is late if that is past. None: no sweep takes them up."""
 
+    @property
+    def reason_class(self) -> str:
+        """The reason before its first colon, one of few: the class of an exception without its text. Empty for none."""
+        return (self.reason or "").partition(":")[0]
+
 
 def late_seconds(tallies: Sequence[Tally], now: datetime) -> float:
     """Return for how long the first of what waits for a sweep has waited at ``now``; 0 if nothing does."""
