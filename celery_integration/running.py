@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from celery import Celery
-from celery.signals import celeryd_init
+from celery.worker.control import inspect_command
+from celery.worker.state import active_requests
 from kombu.utils import json
 
 from celery_integration.definition import Definition
@@ -59,10 +60,9 @@ def _fence_of(effects: EffectStore, key: str, task_id: str) -> int | None:
     return record.fence if json.loads(record.payload)["options"].get("task_id") == task_id else None
 
 
+@inspect_command(name="fenced_leases")
 def fenced_leases(state: Any, **_: Any) -> list[dict[str, Any]]:
     """List the fenced tasks that have run here for a while: task id, key, and lease in seconds."""
-    from celery.worker.state import active_requests  # noqa: PLC0415  callers need no worker
-
     lease_seconds = Settings.of(state.app).lease_seconds
     return [lease for request in list(active_requests) for lease in _lease_of(request, lease_seconds)]
 
@@ -80,10 +80,3 @@ def _lease_of(request: Any, lease_seconds: float) -> Iterator[dict[str, Any]]:
     except (InvalidArgument, TypeError):
         return  # its body does not run either
     yield {"id": request.id, "key": key, "lease_seconds": lease_seconds}
-
-
-@celeryd_init.connect(weak=False)
-def _add_command(**_: Any) -> None:
-    from celery.worker.control import inspect_command  # noqa: PLC0415  callers need no worker
-
-    inspect_command(name="fenced_leases")(fenced_leases)

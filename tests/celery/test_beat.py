@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from pgref.contracts.effects import EffectRecord, State
 from pgref.postgres import Stores
+from tests.plugins.workers import ROOT, Worker
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -23,7 +26,14 @@ def record_of(gate: Stores, task: Any, key: str) -> EffectRecord | None:
     return gate.effects.lookup(f"{task.name}:{key}")
 
 
-def test_a_body_that_holds_the_interpreter_keeps_its_lease(shop: ModuleType, key: str, gate: Stores) -> None:
+def inspected(worker: Worker) -> str:
+    command = [sys.executable, "-m", "celery", "-A", "tests.celery.shop", "inspect", "fenced_leases"]
+    return subprocess.run(command, env=worker.environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_body_that_holds_the_interpreter_keeps_its_lease(
+    shop: ModuleType, key: str, gate: Stores, worker: Worker
+) -> None:
     """For three lease lengths, in which its own process cannot renew anything."""
     pipe = shop.LEDGER / f"pipe {key}"
     os.mkfifo(pipe)
@@ -36,6 +46,7 @@ def test_a_body_that_holds_the_interpreter_keeps_its_lease(shop: ModuleType, key
         assert found is not None
         assert (found.state, found.attempt) == (State.IN_FLIGHT, 1)
         record = found
+    assert f"{shop.grip.name}:{key}" in inspected(worker)
     pipe.write_bytes(b"x")
     assert result.get(**WAIT) == {"attempt": 1}
     assert len(shop.outside(key)) == 1
