@@ -180,7 +180,7 @@ def _visibility_seconds(app: Celery) -> float | None:
 def _broker(app: Celery) -> Iterator[Finding]:
     try:
         with app.connection_for_write() as connection:
-            connection.ensure_connection(max_retries=1, timeout=WORKERS_SECONDS)
+            connection.ensure_connection(max_retries=1, interval_start=0, timeout=WORKERS_SECONDS)
             yield ok("broker", f"{connection.as_uri()} answers")  # without its password
     except OperationalError as error:
         yield fault("broker", printable(told(error)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import click
 from kombu.exceptions import OperationalError
 
@@ -26,6 +28,8 @@ def health(context: click.Context, *, worker: str | None, live: bool, timeout: f
     """
     app = app_of(context)
     try:
+        with app.connection_for_write() as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0, timeout=math.ceil(timeout))
         asked = [worker] if worker else None
         answers = app.control.broadcast("ping", destination=asked, reply=True, timeout=timeout, limit=1) or []
     except OperationalError as error:

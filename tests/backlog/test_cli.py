@@ -281,7 +281,9 @@ def findings(run: Run, code: int = 0) -> dict[str, tuple[str, str]]:
 
 
 @pytest.fixture
-def scheduled(app: Celery, gate: Gate) -> Celery:
+def scheduled(app: Celery, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Celery:
+    """The app with all that the doctor looks for; no worker answers, so the wait for one is short."""
+    monkeypatch.setattr("celery_integration.cli.doctor.WORKERS_SECONDS", 0.05)
     gate.stores.ensure_schema()
     app.conf.beat_schedule = {}
     schedule(app)
