@@ -17,7 +17,7 @@ from celery_integration.errors import ConfigurationError
 from pgref.contracts.effects import Action, RetrySafety
 from pgref.contracts.sinks import FencedSink
 from pgref.errors import InvalidArgument
-from pgref.keys import fingerprint, valid_key, valid_limit, valid_ttl
+from pgref.keys import fingerprint, valid_instance, valid_key, valid_limit, valid_ttl
 
 if TYPE_CHECKING:
     from celery import Task
@@ -60,8 +60,7 @@ class Policy:
             valid_ttl(self.lease_seconds, "lease_seconds")
         if self.settle_seconds is not None:
             valid_ttl(self.settle_seconds, "settle_seconds")
-        if not isinstance(self.trust_late_results, bool):
-            raise InvalidArgument(f"trust_late_results must be a bool, not {type(self.trust_late_results).__name__}")
+        valid_instance(self.trust_late_results, bool, "trust_late_results")
         if self.max_attempts is not None:
             valid_limit(self.max_attempts, "max_attempts")
         if self.scope is not None:
@@ -84,8 +83,7 @@ class Policy:
             raise ConfigurationError(
                 "settle_seconds and trust_late_results are not for a database sink: nobody is asked"
             )
-        if not isinstance(self.single_commit, bool):
-            raise InvalidArgument(f"single_commit must be a bool, not {type(self.single_commit).__name__}")
+        valid_instance(self.single_commit, bool, "single_commit")
         if self.single_commit and self.sink != "database":
             raise ConfigurationError("single_commit is for sink='database': another sink commits by itself")
         if self.single_commit and (self.lease_seconds, self.max_attempts) != (None, None):

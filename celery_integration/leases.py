@@ -50,11 +50,11 @@ class HeldLease:
         self.due_at = at + self.ttl_seconds / 12
         if at - self.renewed_at >= self.ttl_seconds:
             self.gone()
-            lease_lost.send(sender=LeaseKeeper, key=self.action.key)
 
     def gone(self) -> None:
         self.due_at = float("inf")
         self.lost.set()
+        lease_lost.send(sender=LeaseKeeper, key=self.action.key)
 
 
 class LeaseKeeper:
@@ -120,4 +120,3 @@ class LeaseKeeper:
                     held.missed(asked_at)
                 case Renewal.LOST:
                     held.gone()
-                    lease_lost.send(sender=LeaseKeeper, key=held.action.key)

@@ -11,7 +11,7 @@ from celery import Celery
 
 from celery_integration.errors import ConfigurationError
 from pgref.errors import InvalidArgument
-from pgref.keys import valid_limit, valid_ttl
+from pgref.keys import valid_instance, valid_limit, valid_ttl
 
 __all__ = ["Settings", "install"]
 
@@ -69,8 +69,7 @@ class Settings:
             raise InvalidArgument("fenced_probe_seconds must not exceed fenced_reconcile_seconds")
         valid_limit(self.sweep_batch_max, "fenced_sweep_batch_max")
         valid_limit(self.max_attempts, "fenced_max_attempts")
-        if not isinstance(self.hash_keys, bool):
-            raise InvalidArgument(f"fenced_hash_keys must be a bool, not {type(self.hash_keys).__name__}")
+        valid_instance(self.hash_keys, bool, "fenced_hash_keys")
         if type(self.result_bytes_max) is not int or self.result_bytes_max < 1:
             raise InvalidArgument("fenced_result_bytes_max must be an int of at least 1")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from celery import Celery
@@ -86,12 +87,7 @@ class _Sweep:
         self.counts = {field.name: 0 for field in fields(Swept)}
 
     def expire(self) -> None:
-        batch = self.gate.settings.sweep_batch_max
-        while self._time_left():
-            expired = self.gate.effects.expire_intents(batch)
-            self.counts["expired"] += expired
-            if expired < batch:
-                break
+        self.counts["expired"] = self._in_batches(self.gate.effects.expire_intents)
 
     def dispatch(self) -> None:
         batch = self.gate.settings.sweep_batch_max
@@ -107,14 +103,20 @@ class _Sweep:
                 return
 
     def retain(self) -> int:
-        batch, horizon_seconds = self.gate.settings.sweep_batch_max, self.gate.settings.retention_seconds
-        removed = 0
-        while horizon_seconds is not None and self._time_left():
-            count = self.gate.effects.retain(horizon_seconds, batch)
-            removed += count
-            if count < batch:
+        horizon_seconds = self.gate.settings.retention_seconds
+        if horizon_seconds is None:
+            return 0
+        return self._in_batches(lambda batch: self.gate.effects.retain(horizon_seconds, batch))
+
+    def _in_batches(self, take: Callable[[int], int]) -> int:
+        """Take batches until one is not full or the time is over; return how many keys that were."""
+        batch, total = self.gate.settings.sweep_batch_max, 0
+        while self._time_left():
+            taken = take(batch)
+            total += taken
+            if taken < batch:
                 break
-        return removed
+        return total
 
     def _time_left(self) -> bool:
         return time.monotonic() < self.ends_at
